@@ -63,17 +63,17 @@ static pmoei_count_record *record_of(const pmoe_a2a *a2a, int32_t rank) {
 
 static int64_t *counts_of(const pmoe_a2a *a2a, int32_t rank) { return (int64_t *)(record_of(a2a, rank) + 1); }
 
-/* Every rank's record in rank order; an error of any rank is an error of all. */
+/* Every rank's record in rank order; an error of any rank is an error of all. expert_rows is NULL with an error only. */
 static pmoe_status exchange_counts(pmoe_a2a *a2a, const int64_t *expert_rows, pmoe_status mine) {
   int32_t ranks = a2a->ep->nranks;
   if (ranks == 1) {
-    if (mine == PMOE_OK) memcpy(counts_of(a2a, 0), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
+    if (expert_rows) memcpy(counts_of(a2a, 0), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
     return mine;
   }
   pmoei_count_record *own = record_of(a2a, ranks);
   memset(own, 0, a2a->record_bytes);
   own->status = mine;
-  if (mine == PMOE_OK) memcpy(counts_of(a2a, ranks), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
+  if (expert_rows) memcpy(counts_of(a2a, ranks), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
   else snprintf(own->why, sizeof own->why, "%s", pmoe_last_error());
   pmoe_status status = pmoei_allgather(a2a->ep, count_exchange, own, a2a->records, a2a->record_bytes);
   if (mine != PMOE_OK) return pmoei_error(mine, "%s", own->why);
