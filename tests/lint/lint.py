@@ -31,7 +31,7 @@ def run_layout(tree, _):
 
 
 def run_headers(tree, options):
-    mpi_includes = options.mpi_includes.split(";") if options.mpi_includes else None
+    mpi_includes = options.mpi_includes.split(":") if options.mpi_includes else None
     c_compilers, cxx_compilers = find_all(["gcc", "clang"]), find_all(["g++", "clang++"])
     nvcc = shutil.which("nvcc")
     print("with", *c_compilers, *cxx_compilers, *(["nvcc"] if nvcc else []), "" if mpi_includes else "without MPI")
@@ -61,7 +61,7 @@ def main():
     parser.add_argument("--source", required=True)
     parser.add_argument("--shared", help="the shared library")
     parser.add_argument("--static", help="the static library")
-    parser.add_argument("--mpi-includes", help="include folders of MPI, ';' between them; empty without MPI")
+    parser.add_argument("--mpi-includes", help="include folders of MPI, ':' between them")
     parser.add_argument("--cc", default="cc")
     parser.add_argument("--nm", default="nm")
     parser.add_argument("--objdump", default="objdump")
