@@ -13,7 +13,7 @@ LAYERS = {
     "a2a": {"include", "core", "a2a"},
     "moe": {"include", "core", "gating", "a2a", "moe"},
 }
-OUTSIDE = ("examples", "tools", "python", "tests/api", "tests/install")
+OUTSIDE = ("examples", "tools", "python", "tests/api", "tests/install", "tests/oracle")
 
 C_STANDARD = set(
     "assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp signal stdalign stdarg stdatomic "
