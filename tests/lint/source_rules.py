@@ -13,7 +13,7 @@ LAYERS = {
     "a2a": {"include", "core", "a2a"},
     "moe": {"include", "core", "gating", "a2a", "moe"},
 }
-OUTSIDE = ("examples", "tools", "python", "tests/api", "tests/install")
+OUTSIDE = ("examples", "tools", "python", "tests/api", "tests/install", "tests/oracle")
 
 C_STANDARD = set(
     "assert complex ctype errno fenv float inttypes iso646 limits locale math setjmp signal stdalign stdarg stdatomic "
@@ -45,6 +45,8 @@ def _outside(path):
 def _ours(tree, path, name):
     """The file of this tree that the directive means, or None."""
     places = [posixpath.join(posixpath.dirname(path), name), name, "include/" + name]
+    if path.startswith("tests/"):
+        places.append("tests/" + name)
     return next((place for place in map(posixpath.normpath, places) if (tree.root / place).is_file()), None)
 
 
@@ -166,7 +168,7 @@ WORDS = (
     (re.compile(r"\b(TO" r"DO|FIX" r"ME|X{3}|HA" r"CK)\b"), "unfinished work"),
     (re.compile(r"(?<![\w.])/(home|root|Users|work|mnt|scratch)/\w"), "a path of somebody's machine"),
     (re.compile(r"\.\./" r"shared\b"), "a path outside the repository"),
-    (re.compile(r"\bissue\s+#?\d", re.I), "an issue number"),
+    (re.compile(r"\bissue\s+#?\d{1,2}\b", re.I), "an issue number"),  # longer ones cite other projects
     (re.compile(r"^(<{7}|>{7}) ", re.M), "a merge conflict"),
 )
 
