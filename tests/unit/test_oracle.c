@@ -1,11 +1,13 @@
 /* The reference against values from elsewhere, and its gradients against its own finite differences. */
-#include <cjson/cJSON.h>
-#include <cmocka.h>
-#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include <cmocka.h>
+
+#include <cjson/cJSON.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
