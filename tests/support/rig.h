@@ -49,12 +49,13 @@ typedef struct rig_plan {
   int32_t num_ranks, rank;
   int64_t rank_tokens[RIG_MAX_RANKS];
   int32_t training, masked;
-  int32_t pad; /* elements between rows */
+  int32_t replay; /* the reference takes the library's choices (random features); one rank only */
+  int32_t pad;    /* elements between rows */
   double loss_scale;
   double x_scale; /* 0: 1 */
   uint64_t seed;
   uint64_t step;
-  const double *x; /* [all tokens,H] to take instead of random ones */
+  const double *x, *dy; /* [all tokens,H] to take instead of random ones */
 } rig_plan;
 
 /* One micro-batch: every rank's data, this rank's part of it in the library's terms, and outputs that start poisoned.
@@ -66,7 +67,7 @@ typedef struct rig_step {
   uint8_t *mask_all;
   pmoe_mat x, dy, y, dx;
   pmoe_step step;
-  int32_t *given_expert; /* of this rank, when replaying (one rank only) */
+  int32_t *given_expert; /* of this rank, when replaying */
   int64_t *given_slot;
 } rig_step;
 
@@ -74,11 +75,14 @@ void rig_step_begin(const rig *r, rig_step *s, const rig_plan *plan);
 void rig_step_end(rig_step *s);
 pmoe_status rig_forward(rig *r, pmoe_stash *stash, rig_step *s);
 pmoe_status rig_backward(rig *r, pmoe_stash *stash, rig_step *s, pmoe_bwd which);
-/* Takes the library's choices for the reference's (random features). One rank only. */
+/* Takes the library's choices for the reference's. */
 void rig_replay(const rig *r, const pmoe_stash *stash, rig_step *s);
 /* Runs the reference, which adds to its gradients, and compares outputs, routing and metrics. dx only after a backward.
  */
 int rig_check(rig *r, const pmoe_stash *stash, const rig_step *s, int backward);
+
+/* y, dx and every gradient of the library, byte for byte, back to back; malloc'ed. */
+void *rig_snapshot(const rig *r, const rig_step *s, size_t *bytes);
 
 /* Everything above in one: create a stash, forward, backward (in two parts if split), check the lot. Gradients are
  * zeroed before and compared after, unless `accumulate`. */

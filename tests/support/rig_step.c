@@ -38,6 +38,7 @@ void rig_step_begin(const rig *r, rig_step *s, const rig_plan *plan) {
   random_rows(s, dtype, s->x_all, s->total * h, 1, plan->x_scale == 0.0 ? 1.0 : plan->x_scale);
   random_rows(s, dtype, s->dy_all, s->total * h, 2, 1.0);
   for (int64_t i = 0; plan->x && i < s->total * h; i++) s->x_all[i] = test_round(plan->x[i], dtype);
+  for (int64_t i = 0; plan->dy && i < s->total * h; i++) s->dy_all[i] = test_round(plan->dy[i], dtype);
   s->x = new_mat(dtype, s->tokens, h, plan->pad);
   s->dy = new_mat(dtype, s->tokens, h, 2 * plan->pad);
   s->y = new_mat(dtype, s->tokens, h, plan->pad);
@@ -137,6 +138,12 @@ static int check_routing(const rig *r, const pmoe_stash *stash, const rig_step *
           routing.expert_count[i] == expected->count[s->plan.rank * e + i] &&
               routing.expert_rows[i] == expected->rows[s->plan.rank * e + i],
           "%s: counts of expert %lld", label, (long long)i);
+  for (int64_t i = 0; i < e; i++)
+    CHECK(failures,
+          routing.capacity == 0 || routing.expert_rows[i] == routing.expert_count[i] ||
+              routing.expert_rows[i] == routing.capacity,
+          "%s: expert %lld keeps %lld of %lld", label, (long long)i, (long long)routing.expert_rows[i],
+          (long long)routing.expert_count[i]);
   return failures + check_slots(&routing, label);
 }
 
@@ -208,6 +215,24 @@ int rig_check(rig *r, const pmoe_stash *stash, const rig_step *s, int backward) 
   return failures;
 }
 
+void *rig_snapshot(const rig *r, const rig_step *s, size_t *bytes) {
+  size_t row = (size_t)r->spec.hidden * pmoe_dtype_size(r->spec.experts.dtype), used = 0;
+  *bytes = 2 * (size_t)s->tokens * row;
+  for (int32_t p = 0; p < r->num_params; p++)
+    *bytes += (size_t)r->param[p].numel * pmoe_dtype_size(r->param[p].grad_dtype);
+  char *out = malloc(*bytes + 1);
+  const pmoe_mat *mats[] = {&s->y, &s->dx};
+  for (int m = 0; m < 2; m++)
+    for (int64_t i = 0; i < s->tokens; i++, used += row)
+      memcpy(out + used, (char *)mats[m]->data + (size_t)(i * mats[m]->ld) * pmoe_dtype_size(mats[m]->dtype), row);
+  for (int32_t p = 0; p < r->num_params; p++) {
+    size_t n = (size_t)r->param[p].numel * pmoe_dtype_size(r->param[p].grad_dtype);
+    memcpy(out + used, r->param[p].grad, n);
+    used += n;
+  }
+  return out;
+}
+
 static int run_in_stash(rig *r, pmoe_stash *stash, rig_step *s, int split) {
   int failures = 0;
   const char *label = s->plan.label;
@@ -220,6 +245,7 @@ static int run_in_stash(rig *r, pmoe_stash *stash, rig_step *s, int split) {
     status = rig_backward(r, stash, s, PMOE_BWD_WEIGHT);
     CHECK(failures, status == PMOE_OK, "%s: backward, weights: %s", label, pmoe_last_error());
   }
+  if (s->plan.replay) rig_replay(r, stash, s);
   return failures ? failures : rig_check(r, stash, s, 1);
 }
 
