@@ -135,6 +135,12 @@ uint64_t pmoei_now_ns(void) {
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
+float pmoei_ms_since(uint64_t *clock) {
+  uint64_t before = *clock;
+  *clock = pmoei_now_ns();
+  return (float)((double)(*clock - before) * 1e-6);
+}
+
 int32_t pmoe_has_feature(const char *feature) {
   static const char *const built_in[] = {
 #ifdef _OPENMP

@@ -63,5 +63,7 @@ void pmoei_log(const pmoe_ctx *ctx, pmoe_log_level level, const char *format, ..
 
 /* Monotonic clock. */
 uint64_t pmoei_now_ns(void);
+/* Milliseconds since *clock, which becomes now. */
+float pmoei_ms_since(uint64_t *clock);
 
 #endif

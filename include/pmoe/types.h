@@ -68,7 +68,11 @@ typedef enum pmoe_bwd { PMOE_BWD_ALL, PMOE_BWD_INPUT, PMOE_BWD_WEIGHT } pmoe_bwd
  * refused with PMOE_ERR_VERSION otherwise. */
 #ifdef __cplusplus
 #define PMOE_CONFIG_INIT(T)                                                                                            \
-  { sizeof(T) }
+  ([] {                                                                                                                \
+    T pmoe_config_{};                                                                                                  \
+    pmoe_config_.size = sizeof(T);                                                                                     \
+    return pmoe_config_;                                                                                               \
+  }())
 extern "C" {
 #else
 #define PMOE_CONFIG_INIT(T)                                                                                            \
