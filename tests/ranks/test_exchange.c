@@ -385,7 +385,9 @@ static int destroyed_in_flight(world *w) {
   pmoe_status status = pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL);
   if (w->rank != 0) {
     if (status == PMOE_OK) status = pmoe_plan_finish(s.plan, NULL);
-    CHECK(failures, status == PMOE_ERR_COMM, "%s: %s", pmoe_status_name(status), pmoe_last_error());
+    /* MPI may have delivered the rows before; threads fetch them, and find them gone */
+    int delivered = status == PMOE_OK && strcmp(pmoe_comm_transport(w->comm), "mpi") == 0;
+    CHECK(failures, delivered || status == PMOE_ERR_COMM, "%s: %s", pmoe_status_name(status), pmoe_last_error());
   }
   close_setup(&s);
   return failures;
