@@ -193,3 +193,13 @@ pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_co
   if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);
   return status;
 }
+
+#ifndef PMOE_WITH_MPI
+/* pmoe/mpi.h needs mpi.h, which is not here. */
+PMOE_API pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out);
+
+pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out) {
+  (void)ctx, (void)handle, (void)handle_bytes, (void)out;
+  return pmoei_error(PMOE_ERR_UNSUPPORTED, "pmoe_comm_from_mpi: this library was built without MPI");
+}
+#endif
