@@ -97,7 +97,7 @@ STOPS = "abort exit _exit _Exit quick_exit assert".split()
 PRINTS = "printf vprintf fprintf vfprintf dprintf puts fputs putchar putc fputc perror".split()
 ALLOCATES = "malloc calloc realloc free aligned_alloc posix_memalign strdup".split()
 # The context's own default allocator, and the hub, which lives before any context does.
-ALLOCATE_IN = {"core/ctx.c", "a2a/hub.c", "a2a/transport_threads.c"}
+ALLOCATE_IN = {"core/ctx.c", "a2a/transport_threads.c"}
 
 
 def calls(tree):
