@@ -48,16 +48,11 @@ static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens,
   s->dbranch_scale = pmoei_take(arena, tokens, sizeof(float));
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split) {
   backward_scratch unused;
   pmoei_arena measure = {NULL, 0};
   lay_out(&measure, layer, tokens, rows, split, &unused);
-  size_t movement = pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows);
-  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
-  size_t under = larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows));
-  return measure.used + larger(movement + under, pmoei_gate_scratch_bytes(layer->gate, tokens));
+  return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
 }
 
 /* Where a split pass keeps what an unsplit one has in scratch. */
@@ -189,6 +184,7 @@ static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *
   lay_out(&arena, layer, stash->x.rows, rows, split, &s);
   void *base;
   int32_t scratch;
+  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_backward_scratch(layer, stash->x.rows, rows, split)));
   PMOEI_TRY(pmoei_scratch_open(layer->ctx, arena.used, &base, &scratch));
   arena = (pmoei_arena){base, 0};
   lay_out(&arena, layer, stash->x.rows, rows, split, &s);
