@@ -6,7 +6,7 @@
 #include "core/parallel.h"
 #include "moe/layer.h"
 
-/* Temporaries of one call. What a later PMOE_BWD_WEIGHT reads lies in the stash instead when the pass is split. */
+/* Temporaries of one call. What a PMOE_BWD_WEIGHT of its own reads lies in the stash instead if that has room for it. */
 typedef struct backward_scratch {
   pmoe_mat dy_rows, dx_rows; /* [R,H] */
   pmoe_mat pre, dpre;        /* [R,F1]; pre only if forward kept none */
@@ -55,7 +55,7 @@ size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int
   return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
 }
 
-/* Where a split pass keeps what an unsplit one has in scratch. */
+/* A stash made for split passes keeps what others have in scratch. */
 static void use_stash(pmoe_stash *stash, backward_scratch *s) {
   s->dy_rows = stash->dy_rows;
   s->dpre = stash->dpre;
@@ -177,7 +177,7 @@ static pmoe_status backward_weight(pmoe_layer *layer, pmoe_stash *stash, const p
 
 static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale, const pmoe_mat *dy, pmoe_mat *dx,
                        pmoe_bwd which) {
-  bool split = which != PMOE_BWD_ALL;
+  bool split = stash->cfg.split_backward;
   int64_t rows = stash->plan->recv_rows;
   backward_scratch s;
   pmoei_arena arena = {NULL, 0};
