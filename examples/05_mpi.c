@@ -89,8 +89,8 @@ static int compare(const double *together, const double *alone, int nranks) {
 }
 
 int main(int argc, char **argv) {
-  MPI_Init(&argc, &argv);
-  int rank, nranks;
+  int provided, rank, nranks;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided); /* pmoe calls MPI from the thread that calls it */
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &nranks);
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
