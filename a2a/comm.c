@@ -92,7 +92,8 @@ pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange) {
 pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why) {
   char last[sizeof comm->why];
   snprintf(last, sizeof last, "%s", pmoe_last_error());
-  if (comm->failed == PMOE_OK) {
+  /* A rank alone has no peer to tell, and nothing that a failure leaves half done. */
+  if (comm->failed == PMOE_OK && comm->nranks > 1) {
     comm->failed = status;
     snprintf(comm->why, sizeof comm->why, "%s", why ? why : last);
     comm->num_flying = 0;
