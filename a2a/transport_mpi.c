@@ -81,10 +81,12 @@ static void say(pmoe_comm *comm, outbox *box, notice_kind kind, pmoe_status stat
 
 static void listen(pmoe_comm *comm) {
   mpi_state *state = comm->state;
-  for (;;) {
+  for (int32_t silent = 0; silent < 2;) { /* twice: a probe that finds nothing may only then look at what has come */
     int there = 0;
     MPI_Status status;
-    if (MPI_Iprobe(MPI_ANY_SOURCE, 0, state->side, &there, &status) != MPI_SUCCESS || !there) return;
+    if (MPI_Iprobe(MPI_ANY_SOURCE, 0, state->side, &there, &status) != MPI_SUCCESS) return;
+    silent = there ? 0 : silent + 1;
+    if (!there) continue;
     int32_t from = status.MPI_SOURCE;
     notice *heard = &state->heard[from];
     if (MPI_Recv(heard, sizeof *heard, MPI_BYTE, from, 0, state->side, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
