@@ -49,7 +49,8 @@ typedef struct pmoei_movement {
 struct pmoe_plan {
   pmoe_a2a *a2a;
   bool built;
-  int64_t tokens, send_rows, recv_rows, bytes_sent;
+  int64_t tokens, send_rows, recv_rows;
+  int64_t bytes_sent, bytes_returned; /* to other ranks when rows go out, and when they come back */
   int32_t top_k;
   size_t bytes; /* of the block below */
   void *block;

@@ -209,6 +209,7 @@ pmoe_status pmoei_plan_settle(pmoe_plan *plan, const pmoe_routing *routing, pmoe
   set_owner_side(plan);
   size_t row_bytes = (size_t)a2a->hidden * pmoe_dtype_size(a2a->dtype);
   plan->bytes_sent = (plan->staged_send - plan->send_count[a2a->ep->rank]) * (int64_t)row_bytes;
+  plan->bytes_returned = (plan->staged_recv - plan->recv_count[a2a->ep->rank]) * (int64_t)row_bytes;
   plan->built = true;
   return PMOE_OK;
 }

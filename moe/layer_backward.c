@@ -217,7 +217,7 @@ pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss
     stash->state = PMOEI_STASH_EMPTY;
     return collective ? pmoei_comm_fail(layer->ep, status, NULL) : status;
   }
-  if (collective) stash->metrics.bytes_sent += 2 * stash->plan->bytes_sent;
+  if (collective) stash->metrics.bytes_sent += stash->plan->bytes_sent + stash->plan->bytes_returned;
   stash->metrics.ms_backward += pmoei_ms_since(&clock);
   stash->state = which == PMOE_BWD_INPUT ? PMOEI_STASH_INPUT_DONE : PMOEI_STASH_EMPTY;
   return PMOE_OK;

@@ -114,7 +114,7 @@ static pmoe_status forward_rows(pmoe_layer *layer, pmoe_stash *stash, const pmoe
   pmoe_status status = move_and_compute(layer, stash, bound, &s, y);
   pmoei_scratch_close(layer->ctx, scratch);
   stash->metrics.recv_rows = rows;
-  stash->metrics.bytes_sent = 2 * stash->plan->bytes_sent;
+  stash->metrics.bytes_sent = stash->plan->bytes_sent + stash->plan->bytes_returned;
   stash->metrics.saved_bytes = (int64_t)pmoei_stash_saved_bytes(stash, tokens, rows);
   return status;
 }

@@ -138,7 +138,8 @@ static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
   pmoe_layer *layer = stash->layer;
   bool split = stash->cfg.split_backward;
   stash->token_bytes = token_bytes(layer, split, stash->cfg.max_tokens);
-  stash->row_capacity = stash->cfg.max_recv_rows;
+  /* Room for a row where nothing bounds them: a rank that receives none still has arrays to name. */
+  stash->row_capacity = stash->cfg.max_recv_rows > 0 ? stash->cfg.max_recv_rows : 1;
   stash->row_bytes = row_bytes(layer, split, stash->row_capacity);
   stash->owns_blocks = mem == NULL;
   if (mem) {
