@@ -9,4 +9,14 @@
 #define PMOEI_VECTORISED
 #endif
 
+/* Before a loop: its arrays overlap in the same place only. With _SUM its sum into `variable` may be taken in another (fixed) order. */
+#ifdef _OPENMP
+#define PMOEI_PRAGMA(text) _Pragma(#text)
+#define PMOEI_SIMD PMOEI_PRAGMA(omp simd)
+#define PMOEI_SIMD_SUM(variable) PMOEI_PRAGMA(omp simd reduction(+ : variable))
+#else
+#define PMOEI_SIMD
+#define PMOEI_SIMD_SUM(variable)
+#endif
+
 #endif

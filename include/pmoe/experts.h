@@ -35,8 +35,8 @@ PMOE_API pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t 
                                          pmoe_experts **out);
 PMOE_API void pmoe_experts_destroy(pmoe_experts *experts);
 
-/* x [R,H] -> y [R,H]; rows [num_local_experts] sums to R. pre [R,F1] keeps the pre-activation for backward; NULL is allowed when no
- * backward follows, and is what recompute_act needs. Not collective. */
+/* x [R,H] -> y [R,H]; rows [num_local_experts] sums to R. pre [R,F1] keeps x W1ᵀ (the pre-activation
+ * without its bias) for backward; NULL when no backward follows, and always with recompute_act. Not collective. */
 PMOE_API pmoe_status pmoe_experts_forward(pmoe_experts *experts, const pmoe_experts_params *params, const int64_t *rows, const pmoe_mat *x,
                                           pmoe_mat *pre, pmoe_mat *y, pmoe_stream stream);
 
@@ -45,7 +45,7 @@ PMOE_API pmoe_status pmoe_experts_forward(pmoe_experts *experts, const pmoe_expe
  *   INPUT   dx [R,H] (may be dy's memory only in ALL), drow_weight [R] = dy_r . y_r (NULL: not wanted); leaves dpre [R,F1] and, in pre, what WEIGHT
  *           needs: pre is overwritten (with recompute_act, pre [R,F1] is scratch that need not hold anything before)
  *   WEIGHT  parameter gradients, from x, dy, row_weight, dpre and pre as INPUT left them
- * dpre may be NULL in ALL unless recompute_act is set with pre NULL too: then both come from scratch. Not collective. */
+ * In ALL dpre may be NULL and comes from scratch then; with recompute_act so may pre. Not collective. */
 PMOE_API pmoe_status pmoe_experts_backward(pmoe_experts *experts, const pmoe_experts_params *params, const int64_t *rows, const pmoe_mat *x,
                                            pmoe_mat *pre, const float *row_weight, const pmoe_mat *dy, pmoe_mat *dpre, pmoe_mat *dx,
                                            float *drow_weight, pmoe_bwd which, pmoe_stream stream);
