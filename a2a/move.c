@@ -198,8 +198,8 @@ static pmoe_status started(pmoe_plan *plan, pmoe_status status) {
 static pmoe_status dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *x, pmoe_mat *rows) {
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
-  PMOEI_TRY(pmoei_check_mat(x, "x", plan->tokens, plan->a2a->hidden, plan->a2a->dtype));
-  PMOEI_TRY(pmoei_check_mat(rows, "rows", plan->recv_rows, plan->a2a->hidden, plan->a2a->dtype));
+  PMOEI_TRY(pmoei_check_mat(x, "x", plan->a2a->dtype, plan->tokens, plan->a2a->hidden));
+  PMOEI_TRY(pmoei_check_mat(rows, "rows", plan->a2a->dtype, plan->recv_rows, plan->a2a->hidden));
   return started(plan, start_out(plan, "pmoe: dispatch forward", &map, x, NULL, NULL, rows, NULL));
 }
 
@@ -214,12 +214,12 @@ static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing,
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
-  PMOEI_TRY(pmoei_check_mat(rows, "rows", plan->recv_rows, a2a->hidden, a2a->dtype));
-  PMOEI_TRY(pmoei_check_mat_or_f32(y, "y", plan->tokens, a2a->hidden, a2a->dtype));
+  PMOEI_TRY(pmoei_check_mat(rows, "rows", a2a->dtype, plan->recv_rows, a2a->hidden));
+  PMOEI_TRY(pmoei_check_mat_or_f32(y, "y", a2a->dtype, plan->tokens, a2a->hidden));
   PMOEI_REQUIRE(routing->weight != NULL, "routing->weight is NULL; a pointer was expected");
   pmoei_row_sum sum = {.weight = routing->weight, .y = y};
   if (branch) {
-    if (branch->branch) PMOEI_TRY(pmoei_check_mat_or_f32(branch->branch, "branch->branch", plan->tokens, a2a->hidden, a2a->dtype));
+    if (branch->branch) PMOEI_TRY(pmoei_check_mat_or_f32(branch->branch, "branch->branch", a2a->dtype, plan->tokens, a2a->hidden));
     sum.scale = branch->scale;
     sum.branch_scale = branch->branch_scale;
     sum.branch = branch->branch;
@@ -239,8 +239,8 @@ static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
-  PMOEI_TRY(pmoei_check_mat(dy, "dy", plan->tokens, a2a->hidden, a2a->dtype));
-  PMOEI_TRY(pmoei_check_mat(drows, "drows", plan->recv_rows, a2a->hidden, a2a->dtype));
+  PMOEI_TRY(pmoei_check_mat(dy, "dy", a2a->dtype, plan->tokens, a2a->hidden));
+  PMOEI_TRY(pmoei_check_mat(drows, "drows", a2a->dtype, plan->recv_rows, a2a->hidden));
   PMOEI_REQUIRE(routing->weight != NULL, "routing->weight is NULL; a pointer was expected");
   PMOEI_REQUIRE_POINTER(row_weight);
   return started(plan, start_out(plan, "pmoe: combine backward", &map, dy, routing->weight, scale, drows, row_weight));
@@ -258,8 +258,8 @@ static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routin
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
-  PMOEI_TRY(pmoei_check_mat(drows, "drows", plan->recv_rows, a2a->hidden, a2a->dtype));
-  PMOEI_TRY(pmoei_check_mat_or_f32(dx, "dx", plan->tokens, a2a->hidden, a2a->dtype));
+  PMOEI_TRY(pmoei_check_mat(drows, "drows", a2a->dtype, plan->recv_rows, a2a->hidden));
+  PMOEI_TRY(pmoei_check_mat_or_f32(dx, "dx", a2a->dtype, plan->tokens, a2a->hidden));
   PMOEI_REQUIRE_POINTER(drow_weight);
   PMOEI_REQUIRE_POINTER(dweight);
   pmoei_row_sum sum = {.y = dx};

@@ -11,13 +11,13 @@ static pmoe_status check_shape(const pmoe_mat *mat, const char *name, int64_t ro
   return PMOE_OK;
 }
 
-pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, int64_t rows, int64_t cols, pmoe_dtype dtype) {
+pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols) {
   PMOEI_REQUIRE(mat != NULL, "%s is NULL; a matrix was expected", name);
   PMOEI_REQUIRE(mat->dtype == dtype, "%s->dtype is %s; %s was expected", name, pmoe_dtype_name(mat->dtype), pmoe_dtype_name(dtype));
   return check_shape(mat, name, rows, cols);
 }
 
-pmoe_status pmoei_check_mat_or_f32(const pmoe_mat *mat, const char *name, int64_t rows, int64_t cols, pmoe_dtype dtype) {
+pmoe_status pmoei_check_mat_or_f32(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols) {
   PMOEI_REQUIRE(mat != NULL, "%s is NULL; a matrix was expected", name);
   PMOEI_REQUIRE(mat->dtype == dtype || mat->dtype == PMOE_F32, "%s->dtype is %s; %s or float32 was expected", name,
                 pmoe_dtype_name(mat->dtype), pmoe_dtype_name(dtype));

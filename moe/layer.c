@@ -8,8 +8,6 @@
 #include "core/config.h"
 #include "core/dtype.h"
 
-bool pmoei_act_is_gated(pmoe_act act) { return act == PMOE_ACT_SWIGLU || act == PMOE_ACT_GEGLU; }
-
 /* ---- comparison across ranks ---- */
 
 enum { MAX_FIELDS = 48, WHY_BYTES = 192 };
@@ -141,8 +139,8 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
                 pmoe_dtype_name(e->grad_dtype));
   r->dtype = e->dtype;
   r->grad_dtype = e->grad_dtype;
-  layer->pre_cols = (int64_t)e->inner * (pmoei_act_is_gated(e->act) ? 2 : 1);
-  layer->residual_pre_cols = has_branch ? (int64_t)r->inner * (pmoei_act_is_gated(r->act) ? 2 : 1) : 0;
+  layer->pre_cols = (int64_t)e->inner * (pmoei_act_gated(e->act) ? 2 : 1);
+  layer->residual_pre_cols = has_branch ? (int64_t)r->inner * (pmoei_act_gated(r->act) ? 2 : 1) : 0;
   return PMOE_OK;
 }
 

@@ -9,6 +9,8 @@
 
 #include "a2a/a2a.h"
 #include "core/ctx.h"
+#include "moe/activation.h"
+#include "moe/ops.h"
 
 /* Every parameter a layer can have, in the order in which pmoe_layer_param lists those it has. */
 typedef enum pmoei_param_kind {
@@ -78,8 +80,6 @@ struct pmoe_stash {
 void pmoei_layer_retain(pmoe_layer *layer);
 void pmoei_layer_release(pmoe_layer *layer);
 
-bool pmoei_act_is_gated(pmoe_act act);
-
 /* Fills layer->param. */
 void pmoei_layer_list_params(pmoe_layer *layer);
 
@@ -103,7 +103,5 @@ size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int
 
 /* Scratch that one call of a part needs at most. */
 size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);
-size_t pmoei_experts_scratch_bytes(const pmoe_experts *experts, int64_t rows);
-size_t pmoei_residual_scratch_bytes(const pmoe_residual *residual, int64_t tokens);
 
 #endif

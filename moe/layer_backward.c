@@ -82,8 +82,8 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: this stash holds no forward to go back from");
   if (which == PMOE_BWD_INPUT && !stash->cfg.split_backward)
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: PMOE_BWD_INPUT needs a stash made with split_backward");
-  PMOEI_TRY(pmoei_check_mat(dy, "dy", stash->x.rows, layer->cfg.hidden, layer->experts_cfg.dtype));
-  if (which != PMOE_BWD_WEIGHT) PMOEI_TRY(pmoei_check_mat(dx, "dx", stash->x.rows, layer->cfg.hidden, layer->experts_cfg.dtype));
+  PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
+  if (which != PMOE_BWD_WEIGHT) PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
   PMOEI_REQUIRE(which == PMOE_BWD_WEIGHT || dx->data != dy->data || stash->x.rows == 0,
                 "dx->data is dy->data; separate memory was expected");
   return pmoei_layer_bound(layer, which != PMOE_BWD_INPUT, bound);
