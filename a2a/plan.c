@@ -49,6 +49,8 @@ pmoe_status pmoe_plan_create(pmoe_a2a *a2a, pmoe_plan **out) {
 void pmoe_plan_destroy(pmoe_plan *plan) {
   if (!plan) return;
   pmoe_a2a *a2a = plan->a2a;
+  if (plan->move.motion != PMOEI_MOTION_NONE && a2a->ep->nranks > 1)
+    pmoei_comm_fail(a2a->ep, PMOE_ERR_STATE, "it destroyed a plan whose rows were on their way");
   if (plan->move.scratch >= 0) pmoei_scratch_close(a2a->ctx, plan->move.scratch);
   pmoei_free(a2a->ctx, plan->block, plan->bytes);
   pmoei_free(a2a->ctx, plan, sizeof *plan);

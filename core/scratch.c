@@ -53,10 +53,14 @@ static pmoe_status find_block(pmoe_ctx *ctx, size_t bytes, int32_t *index) {
   return PMOE_OK;
 }
 
+pmoe_status pmoei_scratch_reserve(pmoe_ctx *ctx, size_t bytes) {
+  int32_t unused;
+  return find_block(ctx, bytes, &unused);
+}
+
 pmoe_status pmoei_scratch_open(pmoe_ctx *ctx, size_t bytes, void **base, int32_t *handle) {
   pmoei_scratch *s = &ctx->scratch;
-  bytes = (bytes + PMOEI_ALIGN - 1) / PMOEI_ALIGN * PMOEI_ALIGN;
-  if (bytes == 0) bytes = PMOEI_ALIGN;
+  bytes = pmoei_scratch_frame_bytes(bytes);
   if (s->num_frames == PMOEI_SCRATCH_FRAMES) return pmoei_error(PMOE_ERR_INTERNAL, "scratch: more than %d frames", PMOEI_SCRATCH_FRAMES);
   int32_t index = 0;
   PMOEI_TRY(find_block(ctx, bytes, &index));

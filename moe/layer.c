@@ -122,6 +122,7 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   PMOEI_REQUIRE(cfg.ep >= 0, "config->ep is %d; 0 or more was expected", cfg.ep);
   PMOEI_TRY(pmoei_config_read(&layer->gate_cfg, sizeof layer->gate_cfg, cfg.gate, "config->gate"));
   PMOEI_TRY(pmoei_config_read(&layer->experts_cfg, sizeof layer->experts_cfg, cfg.experts, "config->experts"));
+  layer->a2a_cfg.size = sizeof layer->a2a_cfg;
   if (cfg.a2a) PMOEI_TRY(pmoei_config_read(&layer->a2a_cfg, sizeof layer->a2a_cfg, cfg.a2a, "config->a2a"));
   if (cfg.residual) PMOEI_TRY(pmoei_config_read(&layer->residual_cfg, sizeof layer->residual_cfg, cfg.residual, "config->residual"));
   layer->cfg = cfg;
@@ -228,6 +229,16 @@ pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe
   }
   *out = layer;
   return PMOE_OK;
+}
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows) {
+  size_t movement = pmoei_scratch_frame_bytes(pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows));
+  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
+  /* under a movement runs the branch, or the experts' weight gradients */
+  size_t under = movement + pmoei_scratch_frame_bytes(larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows)));
+  return larger(under, pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens)));
 }
 
 void pmoei_layer_retain(pmoe_layer *layer) { layer->refs++; }

@@ -9,6 +9,7 @@
 
 #include "a2a/a2a.h"
 #include "core/ctx.h"
+#include "gating/gate_ops.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
 
@@ -97,11 +98,11 @@ pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows);
 /* Bytes that backward needs of the stash at this T and R. */
 size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t rows);
 
-/* Temporaries of the two passes, laid out by one function each (see layer_step.c). */
+/* Temporaries of the two passes, their parts' included. */
 size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
 size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split);
 
-/* Scratch that one call of a part needs at most. */
-size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);
+/* What the parts open at most at a time, inside the layer's own frame. */
+size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
 
 #endif

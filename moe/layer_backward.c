@@ -6,7 +6,7 @@
 #include "core/parallel.h"
 #include "moe/layer.h"
 
-/* Temporaries of one call. What a later PMOE_BWD_WEIGHT reads lies in the stash instead when the pass is split. */
+/* Temporaries of one call. What a PMOE_BWD_WEIGHT of its own reads lies in the stash instead if that has room for it. */
 typedef struct backward_scratch {
   pmoe_mat dy_rows, dx_rows; /* [R,H] */
   pmoe_mat pre, dpre;        /* [R,F1]; pre only if forward kept none */
@@ -48,19 +48,14 @@ static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens,
   s->dbranch_scale = pmoei_take(arena, tokens, sizeof(float));
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split) {
   backward_scratch unused;
   pmoei_arena measure = {NULL, 0};
   lay_out(&measure, layer, tokens, rows, split, &unused);
-  size_t movement = pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows);
-  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
-  size_t under = larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows));
-  return measure.used + larger(movement + under, pmoei_gate_scratch_bytes(layer->gate, tokens));
+  return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
 }
 
-/* Where a split pass keeps what an unsplit one has in scratch. */
+/* A stash made for split passes keeps what others have in scratch. */
 static void use_stash(pmoe_stash *stash, backward_scratch *s) {
   s->dy_rows = stash->dy_rows;
   s->dpre = stash->dpre;
@@ -182,13 +177,14 @@ static pmoe_status backward_weight(pmoe_layer *layer, pmoe_stash *stash, const p
 
 static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale, const pmoe_mat *dy, pmoe_mat *dx,
                        pmoe_bwd which) {
-  bool split = which != PMOE_BWD_ALL;
+  bool split = stash->cfg.split_backward;
   int64_t rows = stash->plan->recv_rows;
   backward_scratch s;
   pmoei_arena arena = {NULL, 0};
   lay_out(&arena, layer, stash->x.rows, rows, split, &s);
   void *base;
   int32_t scratch;
+  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_backward_scratch(layer, stash->x.rows, rows, split)));
   PMOEI_TRY(pmoei_scratch_open(layer->ctx, arena.used, &base, &scratch));
   arena = (pmoei_arena){base, 0};
   lay_out(&arena, layer, stash->x.rows, rows, split, &s);

@@ -20,16 +20,11 @@ static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens,
   s->mlp = (pmoe_mat){pmoei_take(arena, layer->residual ? tokens : 0, row_bytes), dtype, tokens, hidden, hidden};
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
-
 size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows) {
   forward_scratch unused;
   pmoei_arena measure = {NULL, 0};
   lay_out(&measure, layer, tokens, rows, &unused);
-  size_t movement = pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows);
-  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
-  size_t inner = larger(movement + branch, pmoei_experts_scratch_bytes(layer->experts, rows));
-  return larger(measure.used + inner, pmoei_gate_scratch_bytes(layer->gate, tokens));
+  return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
 }
 
 static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, const pmoe_mat *y,
@@ -109,6 +104,7 @@ static pmoe_status forward_rows(pmoe_layer *layer, pmoe_stash *stash, const pmoe
   lay_out(&arena, layer, tokens, rows, &s);
   void *base;
   int32_t scratch;
+  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_forward_scratch(layer, tokens, rows)));
   PMOEI_TRY(pmoei_scratch_open(layer->ctx, arena.used, &base, &scratch));
   arena = (pmoei_arena){base, 0};
   lay_out(&arena, layer, tokens, rows, &s);
