@@ -119,8 +119,9 @@ static void test_plans(void **state) {
   assert_refused(pmoe_plan_build(NULL, &b.routing, NULL), PMOE_ERR_ARG, "plan");
   assert_status(pmoe_plan_build(b.plan, NULL, NULL), PMOE_ERR_ARG);
   assert_status(pmoe_plan_get_info(b.plan, &info), PMOE_ERR_STATE);
-  for (int i = 0; i < 6; i++) {
-    static const char *const word[] = {"size", "num_experts", "tokens", "top_k", "expert_rows", "expert_rows"};
+  for (int i = 0; i < 8; i++) {
+    static const char *const word[] = {"size",        "num_experts", "tokens", "top_k",
+                                       "expert_rows", "expert_rows", "tokens", "tokens"};
     pmoe_routing bad = b.routing;
     int64_t negative[E] = {2, -1, 1};
     if (i == 0) bad.size = 0;
@@ -129,6 +130,7 @@ static void test_plans(void **state) {
     if (i == 3) bad.top_k = 0;
     if (i == 4) bad.expert_rows = NULL;
     if (i == 5) bad.expert_rows = negative;
+    if (i >= 6) bad.tokens = i == 6 ? INT64_MAX : INT64_MAX / K;
     assert_refused(pmoe_plan_build(b.plan, &bad, NULL), PMOE_ERR_ARG, word[i]);
   }
   assert_status(pmoe_plan_get_info(b.plan, &info), PMOE_ERR_STATE);

@@ -186,9 +186,20 @@ static void test_sizes_that_no_memory_holds(void **state) {
   for (int i = 0; i < 4; i++) {
     cfg.max_tokens = sizes[i];
     pmoe_status status = pmoe_stash_create(b.r.layer, &cfg, NULL, 0, &stash);
-    assert_true(status == PMOE_ERR_NOMEM || status == PMOE_ERR_ARG);
+    assert_status(status, PMOE_ERR_ARG);
+    cfg.max_tokens = 1;
+    cfg.max_recv_rows = sizes[i];
+    assert_refused(pmoe_stash_create(b.r.layer, &cfg, NULL, 0, &stash), PMOE_ERR_ARG, "max_recv_rows");
+    cfg.max_recv_rows = 0;
+    REFUSED(a2a.max_tokens, sizes[i], PMOE_ERR_ARG, "max_tokens");
+    REFUSED(a2a.max_recv_rows, sizes[i], PMOE_ERR_ARG, "max_recv_rows");
     assert_null(stash);
   }
+  const int64_t huge = INT64_C(1) << 28; /* can be asked for, and not be had */
+  cfg.max_tokens = huge;
+  size_t bytes;
+  assert_ok(pmoe_stash_bytes(b.r.layer, &cfg, &bytes));
+  assert_true(bytes > (size_t)huge * 2 * (12 + 10) * sizeof(float));
   assert_still_works(&b);
   take_down(&b);
 }
