@@ -91,8 +91,12 @@ static void test_selection_of_odd_values(void **state) {
       pmoe_gate gate = {.cfg = gate_config(E, K)};
       pmoei_gate_call call = {.gate = &gate};
       size_t cells = (size_t)E * LANES, picks = (size_t)K * LANES;
-      pmoei_gate_tile tile = {.logits = room(cells, 4), .selection = room(cells, 4), .expert = room(picks, 4),
-                              .value = room(picks, 4), .key = room((size_t)E, 4), .order = room(2 * (size_t)K, 8)};
+      pmoei_gate_tile tile = {.logits = room(cells, 4),
+                              .selection = room(cells, 4),
+                              .expert = room(picks, 4),
+                              .value = room(picks, 4),
+                              .key = room((size_t)E, 4),
+                              .order = room(2 * (size_t)K, 8)};
       for (size_t i = 0; i < cells; i++) {
         float r = draw(&seed) + 1; /* lane 0 all NaN, lane 1 all -inf, others a mix, from only odd values to few */
         bool plain = r * 32 > (float)(70 - i % LANES);
@@ -201,10 +205,14 @@ static void test_vanishing_survivor(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_every_mode),      cmocka_unit_test(test_sizes),
-      cmocka_unit_test(test_noise),           cmocka_unit_test(test_many_experts),
-      cmocka_unit_test(test_nonfinite_rows),  cmocka_unit_test(test_selection_of_odd_values),
-      cmocka_unit_test(test_expert_switched_off), cmocka_unit_test(test_vanishing_survivor),
+      cmocka_unit_test(test_every_mode),
+      cmocka_unit_test(test_sizes),
+      cmocka_unit_test(test_noise),
+      cmocka_unit_test(test_many_experts),
+      cmocka_unit_test(test_nonfinite_rows),
+      cmocka_unit_test(test_selection_of_odd_values),
+      cmocka_unit_test(test_expert_switched_off),
+      cmocka_unit_test(test_vanishing_survivor),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -41,7 +41,8 @@ static void assert_close(double got, double want) {
   if (!(fabs(got - want) <= 2e-6 * fabs(want) + 1e-7)) fail_msg("got %.9g, want %.9g", got, want);
 }
 
-/* Tokens whose logits are exactly the given ones: x = logits, Wg = 1. Logits are a matrix or the name of one of the inputs. */
+/* Tokens whose logits are exactly the given ones: x = logits, Wg = 1. Logits are a matrix or the name of one of the
+ * inputs. */
 static gate_case *case_of_logits(pmoe_gate_config cfg, const cJSON *logits) {
   if (cJSON_IsString(logits)) logits = get(get(golden, "inputs"), logits->valuestring);
   int64_t T = cJSON_GetArraySize(logits), E = cJSON_GetArraySize(cJSON_GetArrayItem(logits, 0));
@@ -63,7 +64,8 @@ static gate_case *case_of_text(pmoe_gate_config cfg, const char *text) {
 
 static void assert_dlogits(const gate_case *c, const cJSON *want) {
   for (int64_t t = 0; t < c->T; t++)
-    for (int64_t e = 0; e < c->cfg.num_experts; e++) assert_close((double)c->dlogits[t * c->cfg.num_experts + e], number_at(want, t, e));
+    for (int64_t e = 0; e < c->cfg.num_experts; e++)
+      assert_close((double)c->dlogits[t * c->cfg.num_experts + e], number_at(want, t, e));
 }
 
 static void test_routing(void **state) {
@@ -119,7 +121,8 @@ static void test_aux_loss(void **state) {
   use_mask(c);
   case_forward(c);
   assert_close((double)c->stats.aux_loss, get(item, "value")->valuedouble);
-  for (int e = 0; e < 8; e++) assert_int_equal(c->routing.expert_count[e], cJSON_GetArrayItem(get(item, "counts"), e)->valueint);
+  for (int e = 0; e < 8; e++)
+    assert_int_equal(c->routing.expert_count[e], cJSON_GetArrayItem(get(item, "counts"), e)->valueint);
   case_free(c);
 
   cfg.aux_coef = 1;
@@ -147,7 +150,8 @@ static void test_z_loss(void **state) {
   memset(c->dweight, 0, (size_t)(c->T * 2) * 4);
   case_backward(c, 1);
   assert_dlogits(c, get(item, "grad_logits"));
-  for (int64_t t = 0; t < c->T; t++) c->mask[t] = (uint8_t)cJSON_GetArrayItem(get(get(item, "padding"), "valid"), (int)t)->valueint;
+  for (int64_t t = 0; t < c->T; t++)
+    c->mask[t] = (uint8_t)cJSON_GetArrayItem(get(get(item, "padding"), "valid"), (int)t)->valueint;
   use_mask(c);
   case_forward(c);
   assert_close((double)c->stats.z_loss, get(get(item, "padding"), "value")->valuedouble);
@@ -198,7 +202,8 @@ static void test_capacity(void **state) {
   }
 }
 
-static void assert_capacity(int64_t tokens, int32_t num_experts, int32_t top_k, float factor, int32_t least, int64_t want) {
+static void assert_capacity(int64_t tokens, int32_t num_experts, int32_t top_k, float factor, int32_t least,
+                            int64_t want) {
   int64_t capacity = -1;
   assert_int_equal(pmoe_gate_capacity(tokens, num_experts, top_k, factor, least, &capacity), PMOE_OK);
   assert_int_equal(capacity, want);

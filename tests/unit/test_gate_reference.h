@@ -1,12 +1,13 @@
-/* A naive router in double precision to compare with, and a case: one gate with its parameters, tokens and results. Selection, drops
- * and weights are written from their definitions, one token or one expert at a time. */
+/* A naive router in double precision to compare with, and a case: one gate with its parameters, tokens and results.
+ * Selection, drops and weights are written from their definitions, one token or one expert at a time. */
 #ifndef TEST_GATE_REFERENCE_H
 #define TEST_GATE_REFERENCE_H
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
+
+#include <cmocka.h> /* after those four */
 #include <float.h>
 #include <math.h>
 #include <pmoe/pmoe.h>
@@ -103,8 +104,20 @@ static inline gate_case *case_new(pmoe_gate_config cfg, int64_t T, int64_t H, in
 static inline void case_free(gate_case *c) {
   pmoe_gate_destroy(c->gate);
   pmoe_ctx_destroy(c->ctx);
-  void *all[] = {c->x,    c->dx,   c->w,       c->dw,       c->b,    c->db, c->dweight, c->dlogits,
-                 c->mask, c->routing.expert, c->routing.slot, c->routing.weight, c->routing.expert_count, c->routing.expert_rows};
+  void *all[] = {c->x,
+                 c->dx,
+                 c->w,
+                 c->dw,
+                 c->b,
+                 c->db,
+                 c->dweight,
+                 c->dlogits,
+                 c->mask,
+                 c->routing.expert,
+                 c->routing.slot,
+                 c->routing.weight,
+                 c->routing.expert_count,
+                 c->routing.expert_rows};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
   free(c);
 }
@@ -121,7 +134,9 @@ static inline void mask_some(gate_case *c, int every) {
 
 static inline bool is_masked(const gate_case *c, int64_t t) { return c->step.token_mask && !c->mask[t]; }
 
-static inline pmoe_mat mat_f32(float *data, int64_t rows, int64_t cols) { return (pmoe_mat){data, PMOE_F32, rows, cols, cols}; }
+static inline pmoe_mat mat_f32(float *data, int64_t rows, int64_t cols) {
+  return (pmoe_mat){data, PMOE_F32, rows, cols, cols};
+}
 
 static inline void case_forward(gate_case *c) {
   pmoe_mat x = mat_f32(c->x, c->T, c->H);
@@ -134,8 +149,8 @@ static inline void case_backward(gate_case *c, float loss_scale) {
   memset(c->dw, 0, (size_t)(c->cfg.num_experts * c->H) * 4);
   memset(c->db, 0, (size_t)c->cfg.num_experts * 4);
   pmoe_mat x = mat_f32(c->x, c->T, c->H), dx = mat_f32(c->dx, c->T, c->H);
-  assert_int_equal(pmoe_gate_backward(c->gate, &c->params, &c->step, &x, &c->routing, c->dweight, loss_scale, c->dlogits, &dx,
-                                      PMOE_BWD_ALL, NULL),
+  assert_int_equal(pmoe_gate_backward(c->gate, &c->params, &c->step, &x, &c->routing, c->dweight, loss_scale,
+                                      c->dlogits, &dx, PMOE_BWD_ALL, NULL),
                    PMOE_OK);
 }
 
@@ -161,7 +176,8 @@ static inline double *widen(const float *from, int64_t n) {
   return out;
 }
 
-static inline void ref_logits(const gate_case *c, const double *x, const double *w, const double *b, int64_t t, double *logits) {
+static inline void ref_logits(const gate_case *c, const double *x, const double *w, const double *b, int64_t t,
+                              double *logits) {
   for (int64_t e = 0; e < c->cfg.num_experts; e++) {
     double sum = c->cfg.bias ? b[e] : 0;
     for (int64_t h = 0; h < c->H; h++) sum += x[t * c->H + h] * w[e * c->H + h];
@@ -171,8 +187,8 @@ static inline void ref_logits(const gate_case *c, const double *x, const double 
 
 static inline double ref_gumbel(const gate_case *c, int64_t t, int64_t e) {
   uint32_t word[4];
-  pmoei_random4(pmoei_random_key(c->seed, PMOEI_RANDOM_GUMBEL, (uint64_t)c->layer, c->step.step), (uint64_t)(c->step.first_token + t),
-                (uint64_t)e / 4, word);
+  pmoei_random4(pmoei_random_key(c->seed, PMOEI_RANDOM_GUMBEL, (uint64_t)c->layer, c->step.step),
+                (uint64_t)(c->step.first_token + t), (uint64_t)e / 4, word);
   return -log(-log((double)pmoei_uniform(word[e % 4])));
 }
 
@@ -239,8 +255,8 @@ static inline bool ref_live(const gate_case *c, const double *logits, int64_t t)
 }
 
 /* Both losses for given choices. f is counted from `fraction_of` so that differences may hold it constant. */
-static inline void ref_losses(const gate_case *c, const double *x, const double *w, const double *b, const int32_t *expert, double *aux,
-                              double *z) {
+static inline void ref_losses(const gate_case *c, const double *x, const double *w, const double *b,
+                              const int32_t *expert, double *aux, double *z) {
   int64_t E = c->cfg.num_experts, K = c->cfg.top_k, counted = c->cfg.aux_first_choice_only ? 1 : K;
   double *f = calloc((size_t)E * 4, sizeof *f), *p = f + E, *mean = p + E, *logits = mean + E, live = 0;
   assert_non_null(f);
@@ -256,13 +272,15 @@ static inline void ref_losses(const gate_case *c, const double *x, const double 
   }
   if (live > 0) {
     *z *= (double)c->cfg.z_coef / live;
-    for (int64_t e = 0; e < E; e++) *aux += (double)c->cfg.aux_coef * (double)E * f[e] / (live * (double)counted) * mean[e] / live;
+    for (int64_t e = 0; e < E; e++)
+      *aux += (double)c->cfg.aux_coef * (double)E * f[e] / (live * (double)counted) * mean[e] / live;
   }
   free(f);
 }
 
 /* Who keeps a slot: scores and choices of all tokens -> slot 0 or -1. */
-static inline void ref_drop(const gate_case *c, const double *score, const int32_t *expert, int64_t capacity, int64_t *slot) {
+static inline void ref_drop(const gate_case *c, const double *score, const int32_t *expert, int64_t capacity,
+                            int64_t *slot) {
   int64_t E = c->cfg.num_experts, K = c->cfg.top_k, n = c->T * K;
   double *rank = room((size_t)n, sizeof *rank);
   int32_t *order = room((size_t)n, sizeof *order);
@@ -293,7 +311,8 @@ static inline void check_forward(const gate_case *c, double tolerance) {
   double *x = ref_input(c), *w = widen(c->w, E * c->H), *b = widen(c->b, E), *logits = room((size_t)E, 8);
   double *score = room((size_t)(T * K), 8), *weight = room((size_t)K, 8);
   int32_t *expert = room((size_t)(T * K), 4);
-  int64_t *slot = room((size_t)(T * K), 8), *next = calloc((size_t)next_size, 8), *count = calloc((size_t)next_size, 8), capacity;
+  int64_t *slot = room((size_t)(T * K), 8), *next = calloc((size_t)next_size, 8), *count = calloc((size_t)next_size, 8),
+          capacity;
   assert_true(next && count);
   float factor = c->step.training ? c->cfg.capacity_factor : c->cfg.eval_capacity_factor;
   assert_int_equal(pmoe_gate_capacity(T, (int32_t)E, (int32_t)K, factor, c->cfg.min_capacity, &capacity), PMOE_OK);
@@ -304,8 +323,10 @@ static inline void check_forward(const gate_case *c, double tolerance) {
     ref_choose(c, logits, t, expert + t * K);
     ref_scores(c, logits, expert + t * K, score + t * K);
     for (int64_t k = 0; k < K; k++) {
-      if (is_masked(c, t)) expert[t * K + k] = -1;
-      else count[expert[t * K + k]]++;
+      if (is_masked(c, t))
+        expert[t * K + k] = -1;
+      else
+        count[expert[t * K + k]]++;
     }
   }
   ref_drop(c, score, expert, capacity, slot);
@@ -315,9 +336,12 @@ static inline void check_forward(const gate_case *c, double tolerance) {
       assert_int_equal(c->routing.expert[i], expert[i]);
       bool kept = expert[i] >= 0 && slot[i] >= 0;
       assert_int_equal(c->routing.slot[i], kept ? next[expert[i]]++ : -1);
-      if (!kept) assert_true(c->routing.weight[i] == 0);
-      else if (isnan(weight[k])) assert_true(isnan(c->routing.weight[i]));
-      else assert_true(fabs((double)c->routing.weight[i] - weight[k]) <= 1e-7 + tolerance * fabs(weight[k]));
+      if (!kept)
+        assert_true(c->routing.weight[i] == 0);
+      else if (isnan(weight[k]))
+        assert_true(isnan(c->routing.weight[i]));
+      else
+        assert_true(fabs((double)c->routing.weight[i] - weight[k]) <= 1e-7 + tolerance * fabs(weight[k]));
       routed += kept;
     }
   }
@@ -341,7 +365,8 @@ static inline void check_forward(const gate_case *c, double tolerance) {
   assert_true(fabs((double)c->stats.aux_loss - aux) <= 1e-7 + tolerance * fabs(aux));
   assert_true(fabs((double)c->stats.z_loss - z) <= 1e-7 + tolerance * fabs(z));
   assert_true(fabs((double)c->stats.entropy - entropy) <= 1e-6);
-  assert_true(fabs((double)c->stats.load_max_over_mean - (total > 0 ? largest * (double)E / total : 0)) <= 1e-6 * (double)E);
+  assert_true(fabs((double)c->stats.load_max_over_mean - (total > 0 ? largest * (double)E / total : 0)) <=
+              1e-6 * (double)E);
   void *all[] = {x, w, b, logits, score, weight, expert, slot, next, count};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
