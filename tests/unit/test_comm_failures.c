@@ -331,6 +331,24 @@ static void bad_hubs(rank_env *env, void *arg) {
   pmoe_comm_destroy(a);
 }
 
+/* pmoe/mpi.h includes mpi.h, which need not be there. */
+pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out);
+
+static void no_mpi(rank_env *env, void *arg) {
+  (void)arg;
+  pmoe_comm *comm = NULL;
+  int handle = 0;
+  pmoe_status status = pmoe_comm_from_mpi_handle(env->ctx, &handle, 1, &comm);
+  if (pmoe_has_feature("mpi")) check_refused(status, PMOE_ERR_ARG, "handle_bytes is 1");
+  else check_refused(status, PMOE_ERR_UNSUPPORTED, "built without MPI");
+  check(comm == NULL);
+}
+
+static void test_no_mpi(void **state) {
+  (void)state;
+  run_ranks(1, no_mpi, NULL);
+}
+
 static void test_bad_hubs(void **state) {
   (void)state;
   run_ranks(1, bad_hubs, NULL);
@@ -479,6 +497,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(test_agree),
       cmocka_unit_test(test_bad_arguments),
       cmocka_unit_test(test_bad_hubs),
+      cmocka_unit_test(test_no_mpi),
       cmocka_unit_test(test_bad_callbacks),
       cmocka_unit_test(test_allocation_failures),
   };
