@@ -1,20 +1,10 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
-
-pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols) {
-  PMOEI_REQUIRE(mat != NULL, "%s is NULL; a matrix was expected", name);
-  PMOEI_REQUIRE(mat->dtype == dtype, "%s->dtype is %s; %s was expected", name, pmoe_dtype_name(mat->dtype),
-                pmoe_dtype_name(dtype));
-  PMOEI_REQUIRE(mat->rows == rows, "%s->rows is %lld; %lld was expected", name, (long long)mat->rows, (long long)rows);
-  PMOEI_REQUIRE(mat->cols == cols, "%s->cols is %lld; %lld was expected", name, (long long)mat->cols, (long long)cols);
-  PMOEI_REQUIRE(mat->ld >= cols, "%s->ld is %lld; at least %lld was expected", name, (long long)mat->ld, (long long)cols);
-  PMOEI_REQUIRE(mat->data || rows == 0, "%s->data is NULL; memory of %lld rows was expected", name, (long long)rows);
-  return PMOE_OK;
-}
 
 static pmoe_status check_config(int32_t hidden, int32_t num_local_experts, const pmoe_experts_config *cfg) {
   PMOEI_REQUIRE(hidden > 0, "hidden is %d; at least 1 was expected", hidden);

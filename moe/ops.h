@@ -62,7 +62,4 @@ void pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream strea
 size_t pmoei_experts_scratch_bytes(const pmoe_experts *experts, int64_t rows);
 size_t pmoei_residual_scratch_bytes(const pmoe_residual *residual, int64_t tokens);
 
-/* ERR_ARG, naming `name`, unless mat is a [rows,cols] matrix of that type. */
-pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols);
-
 #endif

@@ -1,5 +1,6 @@
 #include <stdbool.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "moe/ops.h"
 
