@@ -35,9 +35,10 @@ typedef struct gate_case {
 } gate_case;
 
 static inline void *room(size_t count, size_t size) {
-  void *p = malloc(count * size + 64);
+  size_t bytes = count * size > 0 ? count * size : 1;
+  void *p = malloc(bytes);
   assert_non_null(p);
-  memset(p, 0xff, count * size + 64);
+  memset(p, 0xff, bytes);
   return p;
 }
 
