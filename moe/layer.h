@@ -9,6 +9,7 @@
 
 #include "a2a/a2a.h"
 #include "core/ctx.h"
+#include "gating/gate_ops.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
 
@@ -31,9 +32,9 @@ typedef enum pmoei_param_kind {
 
 struct pmoe_layer {
   pmoe_ctx *ctx;
-  int32_t refs; /* the creator and every stash */
+  int32_t refs;                         /* the creator and every stash */
   pmoe_comm *ep, *expert_dp, *dense_dp; /* retained */
-  pmoe_layer_config cfg; /* its pointers point at the four below, or are NULL */
+  pmoe_layer_config cfg;                /* its pointers point at the four below, or are NULL */
   pmoe_gate_config gate_cfg;
   pmoe_a2a_config a2a_cfg;
   pmoe_experts_config experts_cfg;
@@ -91,17 +92,18 @@ typedef struct pmoei_bound {
 } pmoei_bound;
 pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bound *out);
 
-/* Places the stash's arrays for T tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG past a bound. */
+/* Places the stash's arrays for T tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG past a
+ * bound. */
 void pmoei_stash_place_tokens(pmoe_stash *stash, int64_t tokens);
 pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows);
 /* Bytes that backward needs of the stash at this T and R. */
 size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t rows);
 
-/* Temporaries of the two passes, laid out by one function each (see layer_step.c). */
+/* Temporaries of the two passes, their parts' included. */
 size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
 size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split);
 
-/* Scratch that one call of a part needs at most. */
-size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);
+/* What the parts open at most at a time, inside the layer's own frame. */
+size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
 
 #endif

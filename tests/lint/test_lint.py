@@ -46,6 +46,8 @@ GOOD = {
     "moe/layer.c": '#include "gating/gate.h"\n#include "a2a/plan.h"\n',
     "gating/gate.h": "",
     "a2a/plan.h": "#include <pthread.h>\n",
+    "tests/support/rig.h": "",
+    "tests/unit/test_one.c": '#include "core/one.h"\n#include "support/rig.h"\n',
     "examples/a.c": "#include <anything.h>\n#include <pmoe/types.h>\n",
 }
 
@@ -88,6 +90,7 @@ class LintTest(unittest.TestCase):
             "include__pmoe__mpi_h": "#include <mpi.h>\n#include <unistd.h>\n",
             "include__pmoe__types_h": "#include <pmoe/none.h>\n#include <nccl.h>\n#include <vector>\n",
             "examples__a_c": '#include "../core/one.h"\n#include "core/one.h"\n',
+            "tests__unit__test_one_c": '#include "rig.h"\n',
             "tools__b_cpp": '#include "core/one.h"\n#include "../examples/a.c"\n',
         }
         self.check(
@@ -110,6 +113,7 @@ class LintTest(unittest.TestCase):
             ("include/pmoe/types.h", 3, "no standard header"),
             ("examples/a.c", 1, "examples sees include/pmoe only"),
             ("examples/a.c", 2, "examples sees include/pmoe only"),
+            ("tests/unit/test_one.c", 1, "not in the tree"),
             ("tools/b.cpp", 1, "tools sees include/pmoe only"),
             ("tools/b.cpp", 2, "tools sees include/pmoe only"),
         )
