@@ -97,6 +97,35 @@ static void test_fail_inside_a_call(void **state) {
   run_ranks(4, fail_inside, NULL);
 }
 
+/* A rank fails, and its memory goes, just when the others copy from it. */
+static void fail_under_copies(rank_env *env, void *arg) {
+  enum { ROW = 4 << 20 };
+  int32_t n = env->nranks;
+  char *send = calloc((size_t)n, ROW), *recv = calloc((size_t)n, ROW);
+  int64_t first[8], rows[8];
+  for (int32_t p = 0; p < n; p++) {
+    first[p] = p;
+    rows[p] = 1;
+  }
+  pmoei_exchange x = {.what = "large", .num_parts = 1, .part = {{send, recv, ROW}}, .send_first = first, .recv_first = first,
+                      .send_rows = rows, .recv_rows = rows};
+  pmoe_status status = pmoei_exchange_start(env->world, &x);
+  bool mine = env->rank == 1;
+  if (mine) sleep_ns(*(uint64_t *)arg);
+  if (mine) pmoe_comm_abort(env->world, "enough");
+  else if (status == PMOE_OK) status = pmoei_exchange_finish(env->world, &x);
+  free(send);
+  free(recv);
+  if (mine) check_ok(status);
+  else if (status != PMOE_OK) check_refused(status, PMOE_ERR_COMM, "rank 1 failed: it gave up: enough");
+  expect_broken(env, PMOE_ERR_COMM, "enough");
+}
+
+static void test_fail_under_copies(void **state) {
+  (void)state;
+  for (uint64_t ns = 0; ns < 8000000; ns += 1000000) run_ranks(3, fail_under_copies, &ns);
+}
+
 /* Ranks end their communicator early, one with an exchange under way. */
 static void leave_early(rank_env *env, void *arg) {
   bool flying = *(bool *)arg;
@@ -488,6 +517,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(test_abort),
       cmocka_unit_test(test_abort_by_callbacks),
       cmocka_unit_test(test_fail_inside_a_call),
+      cmocka_unit_test(test_fail_under_copies),
       cmocka_unit_test(test_leave_early),
       cmocka_unit_test(test_time_out),
       cmocka_unit_test(test_time_out_before_finish),
