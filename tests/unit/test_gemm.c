@@ -1,13 +1,13 @@
 /* Every matrix-multiply provider that is built in, against double precision. */
+#include <math.h>
+#include <pmoe/pmoe.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
-#include <math.h>
-#include <pmoe/pmoe.h>
 #include <stdlib.h>
 #include <string.h>
+#include <cmocka.h>
 
 #include "core/dtype.h"
 #include "core/gemm.h"
@@ -65,8 +65,16 @@ static void run(pmoe_ctx *ctx, const pmoei_product *p) {
   assert_int_equal(pmoei_gemm_take_error(ctx->gemm), PMOE_OK);
 }
 
-static pmoei_product make_product(int flags, pmoe_dtype in, pmoe_dtype out, int64_t m, int64_t n, int64_t k, int64_t pad) {
-  pmoei_product p = {.trans_a = flags & 1, .trans_b = flags & 2, .accumulate = flags & 4, .in = in, .out = out, .m = m, .n = n, .k = k};
+static pmoei_product make_product(int flags, pmoe_dtype in, pmoe_dtype out, int64_t m, int64_t n, int64_t k,
+                                  int64_t pad) {
+  pmoei_product p = {.trans_a = flags & 1,
+                     .trans_b = flags & 2,
+                     .accumulate = flags & 4,
+                     .in = in,
+                     .out = out,
+                     .m = m,
+                     .n = n,
+                     .k = k};
   p.lda = (p.trans_a ? m : k) + pad;
   p.ldb = (p.trans_b ? k : n) + pad;
   p.ldc = n + pad;
@@ -98,8 +106,9 @@ static void check_product(pmoe_ctx *ctx, const pmoei_product *p) {
       double got = load(p->c, p->out, i * p->ldc + j), limit = 3e-7 * size;
       if (p->out == PMOE_BF16) limit += fabs(want) * 0x1p-8; /* one rounding: half a unit in the last place */
       if (!(fabs(got - want) <= limit))
-        fail_msg("%lldx%lldx%lld %d%d%d %d->%d [%lld,%lld]: %g, expected %g", (long long)p->m, (long long)p->n, (long long)p->k, p->trans_a,
-                 p->trans_b, p->accumulate, (int)p->in, (int)p->out, (long long)i, (long long)j, got, want);
+        fail_msg("%lldx%lldx%lld %d%d%d %d->%d [%lld,%lld]: %g, expected %g", (long long)p->m, (long long)p->n,
+                 (long long)p->k, p->trans_a, p->trans_b, p->accumulate, (int)p->in, (int)p->out, (long long)i,
+                 (long long)j, got, want);
     }
     for (int64_t j = p->n; j < p->ldc; j++) assert_true(isnan(load(p->c, p->out, i * p->ldc + j)));
   }
@@ -108,9 +117,10 @@ static void check_product(pmoe_ctx *ctx, const pmoei_product *p) {
 static void test_products(void **state) {
   (void)state;
   static const int64_t sizes[][4] = {/* m, n, k, pad */
-                                     {1, 1, 1, 0},      {5, 3, 7, 1},    {8, 16, 32, 0},   {15, 33, 64, 0},  {16, 64, 65, 3},
-                                     {17, 130, 300, 0}, {64, 64, 64, 0}, {97, 129, 257, 5}, {130, 520, 40, 0}, {3, 600, 520, 0},
-                                     {0, 4, 4, 0},      {4, 0, 4, 0},    {4, 5, 0, 2}};
+                                     {1, 1, 1, 0},      {5, 3, 7, 1},      {8, 16, 32, 0},  {15, 33, 64, 0},
+                                     {16, 64, 65, 3},   {17, 130, 300, 0}, {64, 64, 64, 0}, {97, 129, 257, 5},
+                                     {130, 520, 40, 0}, {3, 600, 520, 0},  {0, 4, 4, 0},    {4, 0, 4, 0},
+                                     {4, 5, 0, 2}};
   static const pmoe_dtype types[][2] = {{PMOE_F32, PMOE_F32}, {PMOE_BF16, PMOE_F32}, {PMOE_BF16, PMOE_BF16}};
   for (int i = 0; i < 3; i++) {
     if (!is_built_in(all_names[i])) continue;
@@ -118,7 +128,8 @@ static void test_products(void **state) {
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
       for (int flags = 0; flags < 8; flags++) {
         for (int t = 0; t < 3; t++) {
-          pmoei_product p = make_product(flags, types[t][0], types[t][1], sizes[s][0], sizes[s][1], sizes[s][2], sizes[s][3]);
+          pmoei_product p =
+              make_product(flags, types[t][0], types[t][1], sizes[s][0], sizes[s][1], sizes[s][2], sizes[s][3]);
           check_product(ctx, &p);
           free_product(&p);
         }
@@ -216,8 +227,8 @@ static void test_errors_are_kept(void **state) {
     if (!is_built_in(all_names[i])) continue;
     pmoe_ctx *ctx = make_ctx(all_names[i], 1);
     pmoei_product good = make_product(0, PMOE_F32, PMOE_F32, 4, 4, 4, 0), bad = good;
-    if (i == 0) bad.lda = 1;                 /* shorter than a row */
-    else bad.lda = (int64_t)INT32_MAX + 1;   /* beyond CBLAS's int */
+    if (i == 0) bad.lda = 1;               /* shorter than a row */
+    else bad.lda = (int64_t)INT32_MAX + 1; /* beyond CBLAS's int */
     product_test t = {bad, ctx->gemm};
     pmoei_parallel(ctx, 1, run_task, &t);
     t.p = good;
@@ -280,7 +291,8 @@ static void test_unknown_names(void **state) {
   for (int i = 0; i < 4; i++) {
     cfg.gemm = wrong[i];
     assert_int_equal(pmoe_ctx_create(&cfg, &ctx), PMOE_ERR_ARG);
-    for (int j = 0; j < 3; j++) assert_int_equal(strstr(pmoe_last_error(), all_names[j]) != NULL, is_built_in(all_names[j]));
+    for (int j = 0; j < 3; j++)
+      assert_int_equal(strstr(pmoe_last_error(), all_names[j]) != NULL, is_built_in(all_names[j]));
     assert_null(ctx);
   }
   for (int i = 0; i < 2; i++) {
