@@ -34,14 +34,14 @@ typedef enum pmoei_motion { PMOEI_MOTION_NONE, PMOEI_MOTION_OUT, PMOEI_MOTION_BA
 typedef struct pmoei_movement {
   pmoei_motion motion;
   pmoei_exchange exchange;
-  int32_t scratch;        /* handle; -1 if none */
-  pmoe_mat sent, owned;   /* staging on the token side and on the owner's side */
+  int32_t scratch;      /* handle; -1 if none */
+  pmoe_mat sent, owned; /* staging on the token side and on the owner's side */
   float *sent_value, *owned_value;
-  bool direct;            /* the owner's side needs no staging: its rows lie as the exchange wants them */
+  bool direct; /* the owner's side needs no staging: its rows lie as the exchange wants them */
   pmoei_row_map map;
-  pmoe_mat rows;          /* OUT: the result */
+  pmoe_mat rows; /* OUT: the result */
   float *row_value;
-  pmoei_row_sum sum;      /* BACK: what makes the result */
+  pmoei_row_sum sum; /* BACK: what makes the result */
   pmoe_mat tokens, branch;
   float *token_value;
 } pmoei_movement;
@@ -49,7 +49,8 @@ typedef struct pmoei_movement {
 struct pmoe_plan {
   pmoe_a2a *a2a;
   bool built;
-  int64_t tokens, send_rows, recv_rows, bytes_sent;
+  int64_t tokens, send_rows, recv_rows;
+  int64_t bytes_sent, bytes_returned; /* to other ranks when rows go out, and when they come back */
   int32_t top_k;
   size_t bytes; /* of the block below */
   void *block;
@@ -68,8 +69,8 @@ struct pmoe_plan {
 /* Rows that one rank may send another in FIXED mode. */
 int64_t pmoei_a2a_bucket(const pmoe_a2a *a2a, int32_t to);
 
-/* pmoe_plan_build for a caller whose own checks came out as `mine`: takes part in the count exchange in any case, and returns what all ranks
- * can agree on: `mine` if it is an error, ERR_COMM if a peer brought one. */
+/* pmoe_plan_build for a caller whose own checks came out as `mine`: takes part in the count exchange in any case, and
+ * returns what all ranks can agree on: `mine` if it is an error, ERR_COMM if a peer brought one. */
 pmoe_status pmoei_plan_settle(pmoe_plan *plan, const pmoe_routing *routing, pmoe_status mine);
 
 /* Takes part in the count exchange with nothing but an error, for a caller that has no plan. Returns `mine`. */

@@ -135,10 +135,19 @@ static pmoe_status sum_chunk(pmoe_comm *comm, const char *what, void *inout, int
   return PMOE_OK;
 }
 
+/* Another n in the same chunk shows in the sizes of its exchange; another number of chunks would not. */
+static pmoe_status compare_lengths(pmoe_comm *comm, const char *what, int64_t n, int64_t *room) {
+  PMOEI_TRY(pmoei_allgather_by_exchange(comm, what, &n, room, sizeof n));
+  for (int32_t p = 1; p < comm->nranks; p++)
+    if (room[p] != room[0])
+      return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank 0 sums %lld values, but rank %d %lld", what, (long long)room[0], p, (long long)room[p]);
+  return PMOE_OK;
+}
+
 pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type) {
   size_t size = sum_size(type);
   int64_t chunk = SUM_CHUNK_BYTES / (int64_t)size;
-  if (n < chunk) chunk = n;
+  if (n < chunk) chunk = n > 0 ? n : 1;
   /* Room for the ranks' values of everything (small) or of one slice, and for the slice's sum. */
   int64_t slice = chunk / comm->nranks + 1, gathered = slice * comm->nranks, small = SUM_SMALL_BYTES / (int64_t)size;
   if (gathered < small) gathered = small;
@@ -146,12 +155,13 @@ pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void 
   int32_t frame = 0;
   pmoe_status status = pmoei_scratch_open(comm->ctx, (size_t)(gathered + slice) * size, &base, &frame);
   if (status != PMOE_OK) return pmoei_comm_fail(comm, status, NULL);
-  int64_t first = 0;
-  do { /* at least once, so that a rank with n = 0 meets its peers and their other n shows */
+  if (n > chunk) status = compare_lengths(comm, what, n, base);
+  /* Once even if n is 0, so that this rank meets its peers and their other n shows. */
+  for (int64_t first = 0; status == PMOE_OK && (first == 0 || first < n); first += chunk) {
+    char *values = n > 0 ? (char *)inout + (size_t)first * size : NULL;
     int64_t m = n - first < chunk ? n - first : chunk;
-    status = sum_chunk(comm, what, (char *)inout + (size_t)first * size, m, type, base, (char *)base + (size_t)gathered * size);
-    first += chunk;
-  } while (status == PMOE_OK && first < n);
+    status = sum_chunk(comm, what, values, m, type, base, (char *)base + (size_t)gathered * size);
+  }
   pmoei_scratch_close(comm->ctx, frame);
   return status;
 }

@@ -89,15 +89,19 @@ pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange) {
   return remember(comm, comm->transport->exchange_finish(comm, exchange));
 }
 
+static void mark_failed(pmoe_comm *comm, pmoe_status status, const char *why) {
+  if (comm->failed != PMOE_OK) return;
+  comm->failed = status;
+  snprintf(comm->why, sizeof comm->why, "%s", why);
+  comm->num_flying = 0;
+  comm->transport->fail(comm, comm->why);
+}
+
 pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why) {
   char last[sizeof comm->why];
   snprintf(last, sizeof last, "%s", pmoe_last_error());
-  if (comm->failed == PMOE_OK) {
-    comm->failed = status;
-    snprintf(comm->why, sizeof comm->why, "%s", why ? why : last);
-    comm->num_flying = 0;
-    comm->transport->fail(comm, comm->why);
-  }
+  /* A rank alone leaves no peer waiting: its next call may well succeed. */
+  if (comm->nranks > 1) mark_failed(comm, status, why ? why : last);
   return pmoei_error(status, "%s", last);
 }
 
@@ -105,7 +109,7 @@ void pmoe_comm_abort(pmoe_comm *comm, const char *why) {
   if (!comm) return;
   char reason[sizeof comm->why];
   snprintf(reason, sizeof reason, "it gave up: %s", why ? why : "no reason given");
-  pmoei_comm_fail(comm, PMOE_ERR_COMM, reason);
+  mark_failed(comm, PMOE_ERR_COMM, reason);
 }
 
 int32_t pmoe_comm_rank(const pmoe_comm *comm) { return comm ? comm->rank : -1; }

@@ -60,7 +60,8 @@ static pmoe_status open_staging(pmoe_plan *plan, pmoe_mat *rows, float *row_valu
 }
 
 /* Padding is sent too, so it is defined: zero. */
-static void zero_padding(int32_t ranks, const int64_t *first, const int64_t *real, const int64_t *count, pmoe_mat *rows, float *value) {
+static void zero_padding(int32_t ranks, const int64_t *first, const int64_t *real, const int64_t *count, pmoe_mat *rows,
+                         float *value) {
   size_t row_bytes = (size_t)rows->cols * pmoe_dtype_size(rows->dtype);
   for (int32_t rank = 0; rank < ranks; rank++) {
     int64_t pad = count[rank] - real[rank];
@@ -76,7 +77,8 @@ static void close_movement(pmoe_plan *plan) {
   plan->move.scratch = -1;
 }
 
-static void set_parts(pmoei_exchange *exchange, const pmoe_mat *send, const float *send_value, const pmoe_mat *recv, float *recv_value) {
+static void set_parts(pmoei_exchange *exchange, const pmoe_mat *send, const float *send_value, const pmoe_mat *recv,
+                      float *recv_value) {
   exchange->part[0] = (pmoei_part){send->data, recv->data, (size_t)send->cols * pmoe_dtype_size(send->dtype)};
   exchange->num_parts = 1;
   if (send_value) exchange->part[exchange->num_parts++] = (pmoei_part){send_value, recv_value, sizeof(float)};
@@ -84,8 +86,8 @@ static void set_parts(pmoei_exchange *exchange, const pmoe_mat *send, const floa
 
 /* ---- out: tokens to rows ---- */
 
-static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_map *map, const pmoe_mat *x, const float *weight,
-                             const float *scale, pmoe_mat *rows, float *row_value) {
+static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_map *map, const pmoe_mat *x,
+                             const float *weight, const float *scale, pmoe_mat *rows, float *row_value) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_movement *move = &plan->move;
   move->motion = PMOEI_MOTION_OUT;
@@ -98,8 +100,11 @@ static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_
   PMOEI_TRY(open_staging(plan, rows, row_value));
   a2a->rows_ops->spread(a2a->ctx, map, x, &move->sent, weight, scale, move->sent_value);
   zero_padding(a2a->ep->nranks, plan->send_first, plan->send_real, plan->send_count, &move->sent, move->sent_value);
-  move->exchange = (pmoei_exchange){.what = what, .send_first = plan->send_first, .send_rows = plan->send_count,
-                                    .recv_first = plan->recv_first, .recv_rows = plan->recv_count};
+  move->exchange = (pmoei_exchange){.what = what,
+                                    .send_first = plan->send_first,
+                                    .send_rows = plan->send_count,
+                                    .recv_first = plan->recv_first,
+                                    .recv_rows = plan->recv_count};
   set_parts(&move->exchange, &move->sent, move->sent_value, &move->owned, move->owned_value);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
@@ -114,8 +119,8 @@ static void end_out(pmoe_plan *plan) {
 
 /* ---- back: rows to tokens ---- */
 
-static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row_map *map, const pmoe_mat *rows, const float *row_value,
-                              const pmoei_row_sum *sum, float *token_value) {
+static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row_map *map, const pmoe_mat *rows,
+                              const float *row_value, const pmoei_row_sum *sum, float *token_value) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_movement *move = &plan->move;
   move->motion = PMOEI_MOTION_BACK;
@@ -135,12 +140,15 @@ static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row
   float *source_value = (float *)row_value; /* only read */
   PMOEI_TRY(open_staging(plan, &source, source_value));
   if (!move->direct) {
-    a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->back_runs, rows, &move->owned, row_value,
-                             move->owned_value);
+    a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->back_runs, rows, &move->owned,
+                             row_value, move->owned_value);
     zero_padding(a2a->ep->nranks, plan->recv_first, plan->recv_real, plan->recv_count, &move->owned, move->owned_value);
   }
-  move->exchange = (pmoei_exchange){.what = what, .send_first = plan->recv_first, .send_rows = plan->recv_count,
-                                    .recv_first = plan->send_first, .recv_rows = plan->send_count};
+  move->exchange = (pmoei_exchange){.what = what,
+                                    .send_first = plan->recv_first,
+                                    .send_rows = plan->recv_count,
+                                    .recv_first = plan->send_first,
+                                    .recv_rows = plan->send_count};
   set_parts(&move->exchange, &move->owned, move->owned_value, &move->sent, move->sent_value);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
@@ -163,10 +171,11 @@ static pmoe_status check_choices(const pmoe_plan *plan, const pmoe_routing *r) {
     if (r->slot[choice] < 0) continue;
     int32_t expert = r->expert[choice];
     PMOEI_REQUIRE(expert >= 0 && expert < plan->a2a->num_experts,
-                  "routing->expert[%" PRId64 "] is %d; 0 to %d was expected", choice, expert, plan->a2a->num_experts - 1);
+                  "routing->expert[%" PRId64 "] is %d; 0 to %d was expected", choice, expert,
+                  plan->a2a->num_experts - 1);
     PMOEI_REQUIRE(r->slot[choice] < plan->own_rows[expert],
-                  "routing->slot[%" PRId64 "] is %" PRId64 "; the plan was built with %" PRId64 " rows for expert %d", choice,
-                  r->slot[choice], plan->own_rows[expert], expert);
+                  "routing->slot[%" PRId64 "] is %" PRId64 "; the plan was built with %" PRId64 " rows for expert %d",
+                  choice, r->slot[choice], plan->own_rows[expert], expert);
   }
   return PMOE_OK;
 }
@@ -178,8 +187,8 @@ static pmoe_status make_map(const pmoe_plan *plan, const pmoe_routing *routing, 
   pmoe_routing r;
   PMOEI_TRY(PMOEI_CONFIG_READ(&r, routing));
   PMOEI_REQUIRE(r.tokens == plan->tokens && r.top_k == plan->top_k,
-                "routing has %" PRId64 " tokens and top_k %d; the plan was built with %" PRId64 " and %d", r.tokens, r.top_k,
-                plan->tokens, plan->top_k);
+                "routing has %" PRId64 " tokens and top_k %d; the plan was built with %" PRId64 " and %d", r.tokens,
+                r.top_k, plan->tokens, plan->top_k);
   PMOEI_TRY(check_choices(plan, &r));
   *map = (pmoei_row_map){r.tokens, r.top_k, r.expert, r.slot, plan->first_row};
   return PMOE_OK;
@@ -203,14 +212,15 @@ static pmoe_status dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing
   return started(plan, start_out(plan, "pmoe: dispatch forward", &map, x, NULL, NULL, rows, NULL));
 }
 
-pmoe_status pmoe_dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *x, pmoe_mat *rows, pmoe_stream stream) {
+pmoe_status pmoe_dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *x, pmoe_mat *rows,
+                                  pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
   return settle(plan, dispatch_forward(plan, routing, x, rows));
 }
 
-static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *rows, const pmoe_branch *branch,
-                                   pmoe_mat *y) {
+static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *rows,
+                                   const pmoe_branch *branch, pmoe_mat *y) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
@@ -219,7 +229,8 @@ static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing,
   PMOEI_REQUIRE(routing->weight != NULL, "routing->weight is NULL; a pointer was expected");
   pmoei_row_sum sum = {.weight = routing->weight, .y = y};
   if (branch) {
-    if (branch->branch) PMOEI_TRY(pmoei_check_mat_or_f32(branch->branch, "branch->branch", a2a->dtype, plan->tokens, a2a->hidden));
+    if (branch->branch)
+      PMOEI_TRY(pmoei_check_mat_or_f32(branch->branch, "branch->branch", a2a->dtype, plan->tokens, a2a->hidden));
     sum.scale = branch->scale;
     sum.branch_scale = branch->branch_scale;
     sum.branch = branch->branch;
@@ -227,15 +238,15 @@ static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing,
   return started(plan, start_back(plan, "pmoe: combine forward", &map, rows, NULL, &sum, NULL));
 }
 
-pmoe_status pmoe_combine_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *rows, const pmoe_branch *branch,
-                                 pmoe_mat *y, pmoe_stream stream) {
+pmoe_status pmoe_combine_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *rows,
+                                 const pmoe_branch *branch, pmoe_mat *y, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
   return settle(plan, combine_forward(plan, routing, rows, branch, y));
 }
 
-static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *dy, const float *scale, pmoe_mat *drows,
-                                    float *row_weight) {
+static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *dy,
+                                    const float *scale, pmoe_mat *drows, float *row_weight) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
@@ -246,15 +257,15 @@ static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing
   return started(plan, start_out(plan, "pmoe: combine backward", &map, dy, routing->weight, scale, drows, row_weight));
 }
 
-pmoe_status pmoe_combine_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *dy, const float *scale, pmoe_mat *drows,
-                                  float *row_weight, pmoe_stream stream) {
+pmoe_status pmoe_combine_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *dy, const float *scale,
+                                  pmoe_mat *drows, float *row_weight, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
   return settle(plan, combine_backward(plan, routing, dy, scale, drows, row_weight));
 }
 
-static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *drows, const float *drow_weight,
-                                     pmoe_mat *dx, float *dweight) {
+static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *drows,
+                                     const float *drow_weight, pmoe_mat *dx, float *dweight) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_row_map map;
   PMOEI_TRY(make_map(plan, routing, &map));
@@ -266,8 +277,8 @@ static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routin
   return started(plan, start_back(plan, "pmoe: dispatch backward", &map, drows, drow_weight, &sum, dweight));
 }
 
-pmoe_status pmoe_dispatch_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *drows, const float *drow_weight,
-                                   pmoe_mat *dx, float *dweight, pmoe_stream stream) {
+pmoe_status pmoe_dispatch_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *drows,
+                                   const float *drow_weight, pmoe_mat *dx, float *dweight, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
   return settle(plan, dispatch_backward(plan, routing, drows, drow_weight, dx, dweight));
@@ -277,7 +288,8 @@ pmoe_status pmoe_plan_finish(pmoe_plan *plan, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
   pmoei_movement *move = &plan->move;
-  if (move->motion == PMOEI_MOTION_NONE) return pmoei_error(PMOE_ERR_STATE, "pmoe_plan_finish: no movement is under way");
+  if (move->motion == PMOEI_MOTION_NONE)
+    return pmoei_error(PMOE_ERR_STATE, "pmoe_plan_finish: no movement is under way");
   pmoe_status status = PMOE_OK;
   if (plan->a2a->ep->nranks > 1) {
     status = pmoei_exchange_finish(plan->a2a->ep, &move->exchange);

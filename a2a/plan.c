@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "a2a/a2a.h"
+#include "core/check.h"
 #include "core/config.h"
 #include "pmoe/topology.h"
 
@@ -65,7 +66,8 @@ static pmoei_count_record *record_of(const pmoe_a2a *a2a, int32_t rank) {
 
 static int64_t *counts_of(const pmoe_a2a *a2a, int32_t rank) { return (int64_t *)(record_of(a2a, rank) + 1); }
 
-/* Every rank's record in rank order; an error of any rank is an error of all. expert_rows is NULL with an error only. */
+/* Every rank's record in rank order; an error of any rank is an error of all. expert_rows is NULL with an error only.
+ */
 static pmoe_status exchange_counts(pmoe_a2a *a2a, const int64_t *expert_rows, pmoe_status mine) {
   int32_t ranks = a2a->ep->nranks;
   if (ranks == 1) {
@@ -113,10 +115,12 @@ static pmoe_status check_bounds(const pmoe_a2a *a2a) {
       total += rows;
       PMOEI_REQUIRE(!fixed || rows <= bucket,
                     "routing sends %" PRId64 " rows from rank %d to rank %d; fixed sizing has room for %" PRId64
-                    " (raise max_recv_rows or lower the capacity factor)", rows, from, to, bucket);
+                    " (raise max_recv_rows or lower the capacity factor)",
+                    rows, from, to, bucket);
     }
     PMOEI_REQUIRE(fixed || total <= a2a->cfg.max_recv_rows,
-                  "routing sends %" PRId64 " rows to rank %d; max_recv_rows is %" PRId64, total, to, a2a->cfg.max_recv_rows);
+                  "routing sends %" PRId64 " rows to rank %d; max_recv_rows is %" PRId64, total, to,
+                  a2a->cfg.max_recv_rows);
   }
   return PMOE_OK;
 }
@@ -177,16 +181,19 @@ static pmoe_status check_routing(const pmoe_plan *plan, const pmoe_routing *rout
   pmoe_routing r;
   PMOEI_TRY(PMOEI_CONFIG_READ(&r, routing));
   const pmoe_a2a *a2a = plan->a2a;
-  PMOEI_REQUIRE(r.num_experts == a2a->num_experts, "routing->num_experts is %d; %d was expected", r.num_experts, a2a->num_experts);
-  PMOEI_REQUIRE(r.tokens >= 0, "routing->tokens is %" PRId64 "; 0 or more was expected", r.tokens);
+  PMOEI_REQUIRE(r.num_experts == a2a->num_experts, "routing->num_experts is %d; %d was expected", r.num_experts,
+                a2a->num_experts);
   PMOEI_REQUIRE(r.top_k > 0, "routing->top_k is %d; 1 or more was expected", r.top_k);
+  PMOEI_REQUIRE(r.tokens >= 0 && r.tokens <= PMOEI_MAX_ROWS / r.top_k,
+                "routing->tokens is %" PRId64 "; 0 to %" PRId64 " was expected", r.tokens, PMOEI_MAX_ROWS / r.top_k);
   PMOEI_REQUIRE(a2a->cfg.max_tokens == 0 || r.tokens <= a2a->cfg.max_tokens,
-                "routing->tokens is %" PRId64 "; at most max_tokens (%" PRId64 ") was expected", r.tokens, a2a->cfg.max_tokens);
+                "routing->tokens is %" PRId64 "; at most max_tokens (%" PRId64 ") was expected", r.tokens,
+                a2a->cfg.max_tokens);
   PMOEI_REQUIRE(r.expert_rows != NULL, "routing->expert_rows is NULL; a pointer was expected");
   for (int32_t e = 0; e < r.num_experts; e++)
     PMOEI_REQUIRE(r.expert_rows[e] >= 0 && r.expert_rows[e] <= r.tokens * r.top_k,
-                  "routing->expert_rows[%d] is %" PRId64 "; 0 to tokens * top_k (%" PRId64 ") was expected", e, r.expert_rows[e],
-                  r.tokens * r.top_k);
+                  "routing->expert_rows[%d] is %" PRId64 "; 0 to tokens * top_k (%" PRId64 ") was expected", e,
+                  r.expert_rows[e], r.tokens * r.top_k);
   return PMOE_OK;
 }
 
@@ -204,6 +211,7 @@ pmoe_status pmoei_plan_settle(pmoe_plan *plan, const pmoe_routing *routing, pmoe
   set_owner_side(plan);
   size_t row_bytes = (size_t)a2a->hidden * pmoe_dtype_size(a2a->dtype);
   plan->bytes_sent = (plan->staged_send - plan->send_count[a2a->ep->rank]) * (int64_t)row_bytes;
+  plan->bytes_returned = (plan->staged_recv - plan->recv_count[a2a->ep->rank]) * (int64_t)row_bytes;
   plan->built = true;
   return PMOE_OK;
 }

@@ -41,8 +41,8 @@ static void spread_task(void *arg, int64_t index, int32_t thread) {
   }
 }
 
-static void spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows, const float *weight,
-                   const float *scale, float *row_weight) {
+static void spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows,
+                   const float *weight, const float *scale, float *row_weight) {
   spread_job job = {map, x, rows, weight, scale, row_weight};
   pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), spread_task, &job);
 }
@@ -57,7 +57,8 @@ PMOEI_VECTORISED static void add_scaled_f32(float *restrict sum, const float *re
   for (int64_t i = 0; i < n; i++) sum[i] += weight * row[i];
 }
 
-PMOEI_VECTORISED static void add_scaled_bf16(float *restrict sum, const pmoei_bf16 *restrict row, float weight, int64_t n) {
+PMOEI_VECTORISED static void add_scaled_bf16(float *restrict sum, const pmoei_bf16 *restrict row, float weight,
+                                             int64_t n) {
   for (int64_t i = 0; i < n; i++) sum[i] += weight * pmoei_bf16_to_f32(row[i]);
 }
 
@@ -84,7 +85,8 @@ static void sum_token(const sum_job *job, int64_t t, int64_t column, int64_t n) 
   }
   if (s->scale) multiply(out, s->scale[t], n);
   if (s->branch) add_scaled(out, s->branch, t, column, s->branch_scale ? s->branch_scale[t] : 1.0f, n);
-  if (out == tile) pmoei_from_f32((char *)pmoei_row(s->y, t) + (size_t)column * pmoe_dtype_size(s->y->dtype), s->y->dtype, tile, n);
+  if (out == tile)
+    pmoei_from_f32((char *)pmoei_row(s->y, t) + (size_t)column * pmoe_dtype_size(s->y->dtype), s->y->dtype, tile, n);
 }
 
 static void sum_task(void *arg, int64_t index, int32_t thread) {
@@ -127,14 +129,15 @@ static void copy_task(void *arg, int64_t index, int32_t thread) {
   if (job->from->ld == job->from->cols && job->to->ld == job->to->cols) {
     memcpy(pmoei_row(job->to, run->to), pmoei_row(job->from, run->from), bytes * (size_t)run->rows);
   } else {
-    for (int64_t i = 0; i < run->rows; i++) memcpy(pmoei_row(job->to, run->to + i), pmoei_row(job->from, run->from + i), bytes);
+    for (int64_t i = 0; i < run->rows; i++)
+      memcpy(pmoei_row(job->to, run->to + i), pmoei_row(job->from, run->from + i), bytes);
   }
   if (job->from_value && job->to_value)
     memcpy(job->to_value + run->to, job->from_value + run->from, (size_t)run->rows * sizeof(float));
 }
 
-static void copy_runs(const pmoe_ctx *ctx, int64_t num_runs, const pmoei_row_run *runs, const pmoe_mat *from, pmoe_mat *to,
-                      const float *from_value, float *to_value) {
+static void copy_runs(const pmoe_ctx *ctx, int64_t num_runs, const pmoei_row_run *runs, const pmoe_mat *from,
+                      pmoe_mat *to, const float *from_value, float *to_value) {
   copy_job job = {runs, from, to, from_value, to_value};
   pmoei_parallel(ctx, num_runs, copy_task, &job);
 }

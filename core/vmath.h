@@ -1,5 +1,5 @@
-/* expf and logf as straight-line code, so that loops over them vectorise. Within 1.1 (exp) and 0.9 (log) units in the last place.
- * Coefficients: minimax fits of relative error on the reduced range, made for this library. */
+/* expf and logf as straight-line code, so that loops over them vectorise. Within 1.1 (exp) and 0.9 (log) units in the
+ * last place. Coefficients: minimax fits of relative error on the reduced range, made for this library. */
 #ifndef PMOEI_VMATH_H
 #define PMOEI_VMATH_H
 #include <math.h>
@@ -18,7 +18,8 @@ static inline uint32_t pmoei_bits_of(float value) {
   return bits;
 }
 
-/* exp(x) = 2^n exp(r), |r| <= ln(2)/2. Overflows to infinity, underflows through denormals to 0; exp(-inf) is 0, exp(NaN) NaN. */
+/* exp(x) = 2^n exp(r), |r| <= ln(2)/2. Overflows to infinity, underflows through denormals to 0; exp(-inf) is 0,
+ * exp(NaN) NaN. */
 static inline float pmoei_expf(float x) {
   x = x < -104.0f ? -104.0f : x;
   x = x > 89.0f ? 89.0f : x;

@@ -2,7 +2,9 @@
 #include <stdio.h>
 
 #define TRY(call)                                                                                                      \
-  if ((call) != PMOE_OK) return fprintf(stderr, "%s\n", pmoe_last_error()), 1
+  do {                                                                                                                 \
+    if ((call) != PMOE_OK) return fprintf(stderr, "%s\n", pmoe_last_error()), 1;                                       \
+  } while (0)
 
 int main(void) {
   enum { T = 64, H = 32, E = 8, F = 64 }; /* tokens, hidden size, experts, their inner size */

@@ -21,8 +21,8 @@ static void load_choices(const pmoei_gate_call *call, pmoei_gate_tile *tile, int
   }
 }
 
-/* The losses' gradients need totals over all tokens, so this pass comes first. It leaves the logits, expert by expert, where the
- * block's dlogits will be. */
+/* The losses' gradients need totals over all tokens, so this pass comes first. It leaves the logits, expert by expert,
+ * where the block's dlogits will be. */
 static void count_block(void *arg, int64_t block, int32_t thread) {
   const pmoei_gate_call *call = arg;
   pmoei_gate_tile *tile = &call->tile[thread];
@@ -48,11 +48,14 @@ static void restore_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile, i
 }
 
 /* Whether the scores are a softmax over all experts that no later division undoes. */
-static bool shares_with_all(const pmoe_gate_config *cfg) { return cfg->norm == PMOE_NORM_NONE && !cfg->softmax_after_topk; }
+static bool shares_with_all(const pmoe_gate_config *cfg) {
+  return cfg->norm == PMOE_NORM_NONE && !cfg->softmax_after_topk;
+}
 
-/* Let r_k be a weight before scaling and g_k its gradient, 0 for a dropped choice. Every mode makes r a softmax over some experts,
- * so dlogit_k = r_k (g_k - mean), mean = sum_k r_k g_k: over all of them when shares_with_all, else over the choices, or the survivors.
- * Turns tile->value from scores into the part of that on the choices; returns the mean to be shared out over all experts. */
+/* Let r_k be a weight before scaling and g_k its gradient, 0 for a dropped choice. Every mode makes r a softmax over
+ * some experts, so dlogit_k = r_k (g_k - mean), mean = sum_k r_k g_k: over all of them when shares_with_all, else over
+ * the choices, or the survivors. Turns tile->value from scores into the part of that on the choices; returns the mean
+ * to be shared out over all experts. */
 static float choice_gradient(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t token, int64_t lane) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
   const float *dweight = call->dweight + token * cfg->top_k;
@@ -68,28 +71,32 @@ static float choice_gradient(const pmoei_gate_call *call, pmoei_gate_tile *tile,
     if (slot[k] >= 0) mean += value[k * LANES] * (dweight[k] * cfg->weight_scale);
   }
   float here = shares_with_all(cfg) ? 0 : mean;
-  for (int64_t k = 0; k < cfg->top_k; k++) value[k * LANES] *= (slot[k] >= 0 ? dweight[k] * cfg->weight_scale : 0) - here;
+  for (int64_t k = 0; k < cfg->top_k; k++)
+    value[k * LANES] *= (slot[k] >= 0 ? dweight[k] * cfg->weight_scale : 0) - here;
   return shares_with_all(cfg) ? mean : 0;
 }
 
-/* Per token, dlogit_e = p_e (slope f_e + shift): the softmax over all experts' share of the weights, and both losses. */
+/* Per token, dlogit_e = p_e (slope f_e + shift): the softmax over all experts' share of the weights, and both losses.
+ */
 typedef struct dense_part {
   float slope[LANES], shift[LANES]; /* divided by the softmax's sum */
   uint8_t used[LANES];
 } dense_part;
 
-PMOEI_VECTORISED static void add_fractions(const float *restrict exponentials, int64_t num_experts, const float *restrict fraction,
-                                           float *restrict out) {
+PMOEI_VECTORISED static void add_fractions(const float *restrict exponentials, int64_t num_experts,
+                                           const float *restrict fraction, float *restrict out) {
   float total[LANES] = {0};
   for (int64_t e = 0; e < num_experts; e++)
     for (int l = 0; l < LANES; l++) total[l] += exponentials[e * LANES + l] * fraction[e];
   for (int l = 0; l < LANES; l++) out[l] = total[l];
 }
 
-static void weigh_dense(const pmoei_gate_call *call, const pmoei_gate_tile *tile, const float *shared, dense_part *dense) {
+static void weigh_dense(const pmoei_gate_call *call, const pmoei_gate_tile *tile, const float *shared,
+                        dense_part *dense) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
   float live = call->totals.live > 0 ? (float)call->totals.live : 1;
-  float aux = call->loss_scale * cfg->aux_coef * (float)cfg->num_experts / live, z = call->loss_scale * cfg->z_coef * 2 / live;
+  float aux = call->loss_scale * cfg->aux_coef * (float)cfg->num_experts / live,
+        z = call->loss_scale * cfg->z_coef * 2 / live;
   float fraction_mean[LANES] = {0};
   if (cfg->aux_coef > 0) add_fractions(tile->logits, cfg->num_experts, call->fraction, fraction_mean);
   for (int l = 0; l < LANES; l++) {
@@ -115,7 +122,8 @@ PMOEI_VECTORISED static void apply_dense(float *restrict logits, int64_t num_exp
   }
 }
 
-PMOEI_VECTORISED static void transpose(float *restrict out, const float *restrict lanes, int64_t num_experts, int64_t rows) {
+PMOEI_VECTORISED static void transpose(float *restrict out, const float *restrict lanes, int64_t num_experts,
+                                       int64_t rows) {
   enum { STRIP = 16 };
   for (int64_t begin = 0; begin < num_experts; begin += STRIP) {
     int64_t end = begin + STRIP < num_experts ? begin + STRIP : num_experts;
@@ -138,16 +146,26 @@ static void add_to_dx(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_
   int64_t num_experts = gate->cfg.num_experts, hidden = gate->hidden;
   pmoei_gate_span span = pmoei_gate_block(call, block);
   bool direct = dx->dtype == PMOE_F32 && !pmoei_gate_has_jitter(call);
-  pmoei_product product = {.m = span.rows, .n = hidden, .k = num_experts, .a = call->dlogits + span.first * num_experts,
-                           .lda = num_experts, .b = call->params.weight, .ldb = hidden, .in = PMOE_F32, .out = PMOE_F32,
-                           .c = direct ? pmoei_row(dx, span.first) : tile->input, .ldc = direct ? dx->ld : hidden,
+  pmoei_product product = {.m = span.rows,
+                           .n = hidden,
+                           .k = num_experts,
+                           .a = call->dlogits + span.first * num_experts,
+                           .lda = num_experts,
+                           .b = call->params.weight,
+                           .ldb = hidden,
+                           .in = PMOE_F32,
+                           .out = PMOE_F32,
+                           .c = direct ? pmoei_row(dx, span.first) : tile->input,
+                           .ldc = direct ? dx->ld : hidden,
                            .accumulate = direct};
   pmoei_gemm_run(gate->ctx->gemm, thread, &product);
   for (int64_t r = 0; r < span.rows && !direct; r++) {
     float *row = tile->input + r * hidden;
     if (pmoei_gate_has_jitter(call)) pmoei_gate_jitter(call, span.first + r, 0, row, hidden);
-    if (dx->dtype == PMOE_F32) add_f32(pmoei_row(dx, span.first + r), row, hidden);
-    else add_bf16(pmoei_row(dx, span.first + r), row, hidden);
+    if (dx->dtype == PMOE_F32)
+      add_f32(pmoei_row(dx, span.first + r), row, hidden);
+    else
+      add_bf16(pmoei_row(dx, span.first + r), row, hidden);
   }
 }
 
@@ -157,10 +175,13 @@ static void gradient_block(void *arg, int64_t block, int32_t thread) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
   pmoei_gate_span span = pmoei_gate_block(call, block);
   load_choices(call, tile, block);
-  if (pmoei_gate_has_losses(call->gate)) restore_logits(call, tile, block);
-  else pmoei_gate_logits(call, tile, block, thread);
+  if (pmoei_gate_has_losses(call->gate))
+    restore_logits(call, tile, block);
+  else
+    pmoei_gate_logits(call, tile, block, thread);
   pmoei_gate_extremes(call, tile);
-  for (int64_t i = 0; i < top_k * LANES; i++) tile->value[i] = tile->logits[(int64_t)tile->expert[i] * LANES + i % LANES];
+  for (int64_t i = 0; i < top_k * LANES; i++)
+    tile->value[i] = tile->logits[(int64_t)tile->expert[i] * LANES + i % LANES];
   if (pmoei_gate_needs_softmax(call->gate)) pmoei_gate_softmax(call, tile);
   pmoei_gate_scores(call, tile);
   float shared[LANES] = {0};

@@ -13,11 +13,13 @@ pmoe_status pmoe_gate_capacity(int64_t tokens, int32_t num_experts, int32_t top_
   PMOEI_REQUIRE_POINTER(capacity);
   PMOEI_REQUIRE(tokens >= 0, "tokens is %lld; 0 or more was expected", (long long)tokens);
   PMOEI_REQUIRE(num_experts >= 1, "num_experts is %d; at least 1 was expected", num_experts);
-  PMOEI_REQUIRE(top_k >= 1 && top_k <= num_experts, "top_k is %d; 1 to num_experts = %d was expected", top_k, num_experts);
+  PMOEI_REQUIRE(top_k >= 1 && top_k <= num_experts, "top_k is %d; 1 to num_experts = %d was expected", top_k,
+                num_experts);
   PMOEI_REQUIRE(capacity_factor == 0 || (capacity_factor >= 1e-6f && capacity_factor <= max_factor),
                 "capacity_factor is %g; 0 (dropless) or 1e-6 to 1e9 was expected", (double)capacity_factor);
   PMOEI_REQUIRE(min_capacity >= 0, "min_capacity is %d; 0 or more was expected", min_capacity);
-  PMOEI_REQUIRE(tokens <= INT64_MAX / top_k, "tokens is %lld; tokens times top_k = %d must fit 63 bits", (long long)tokens, top_k);
+  PMOEI_REQUIRE(tokens <= INT64_MAX / top_k, "tokens is %lld; tokens times top_k = %d must fit 63 bits",
+                (long long)tokens, top_k);
   if (capacity_factor == 0) {
     *capacity = 0;
     return PMOE_OK;

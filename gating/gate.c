@@ -5,7 +5,8 @@
 #include "core/config.h"
 #include "gating/gate_ops.h"
 
-pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, const pmoe_gate_config *config, pmoe_gate **out) {
+pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, const pmoe_gate_config *config,
+                             pmoe_gate **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_gate_config cfg;
@@ -103,9 +104,9 @@ pmoe_status pmoe_gate_forward(pmoe_gate *gate, const pmoe_gate_params *params, c
   return stats ? PMOEI_STRUCT_WRITE(stats, &values) : PMOE_OK;
 }
 
-pmoe_status pmoe_gate_backward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step, const pmoe_mat *x,
-                               const pmoe_routing *routing, const float *dweight, float loss_scale, float *dlogits, pmoe_mat *dx,
-                               pmoe_bwd which, pmoe_stream stream) {
+pmoe_status pmoe_gate_backward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step,
+                               const pmoe_mat *x, const pmoe_routing *routing, const float *dweight, float loss_scale,
+                               float *dlogits, pmoe_mat *dx, pmoe_bwd which, pmoe_stream stream) {
   (void)stream;
   pmoei_gate_call call = {0};
   PMOEI_TRY(pmoei_gate_check_backward(&call, gate, params, step, x, routing, dweight, loss_scale, dlogits, dx, which));

@@ -1,5 +1,5 @@
-/* What the CPU back end's files share. A tile holds one block of tokens side by side, [E, PMOEI_GATE_BLOCK]: one lane per token, so
- * that softmax and top-k run over experts without any reduction across lanes. */
+/* What the CPU back end's files share. A tile holds one block of tokens side by side, [E, PMOEI_GATE_BLOCK]: one lane
+ * per token, so that softmax and top-k run over experts without any reduction across lanes. */
 #ifndef PMOEI_GATE_CPU_H
 #define PMOEI_GATE_CPU_H
 #include "core/vmath.h"
@@ -7,6 +7,7 @@
 
 enum {
   LANES = PMOEI_GATE_BLOCK,
+  LEVELS = 8,             /* choices that one pass of top-k finds */
   WEIGHT_GRAD_ROWS = 256, /* one product of the weight gradient: tokens, */
   WEIGHT_GRAD_COLS = 64,  /* columns of H, */
   WEIGHT_GRAD_EXPERTS = 512
@@ -15,7 +16,7 @@ enum {
 /* One thread's working memory. */
 typedef struct pmoei_gate_tile {
   float *logits;    /* [E,LANES]; after pmoei_gate_softmax: exp(logit - max) */
-  float *selection; /* [E,LANES] logits with noise; NULL without Gumbel noise */
+  float *selection; /* [E,LANES] logits with Gumbel noise, or those not chosen yet */
   float *input;     /* x in float32; see pmoei_gate_input */
   int32_t *expert;  /* [K,LANES] choices */
   float *value;     /* [K,LANES] their logits, then scores */
@@ -37,10 +38,11 @@ static inline pmoei_gate_span pmoei_gate_block(const pmoei_gate_call *call, int6
 
 /* scores_cpu.c */
 
-/* Columns [col, col + cols) of `rows` tokens from `first` on as the router sees them, in float32: in place where possible, else in `buffer`.
- * Tokens for which masked[row] is set become zeros (NULL: none). *ld is the distance of rows. */
-const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_t first, int64_t rows, int64_t col, int64_t cols,
-                              const uint8_t *masked, int64_t *ld);
+/* Columns [col, col + cols) of `rows` tokens from `first` on as the router sees them, in float32: in place where
+ * possible, else in `buffer`. Tokens for which masked[row] is set become zeros (NULL: none). *ld is the distance of
+ * rows. */
+const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_t first, int64_t rows, int64_t col,
+                              int64_t cols, const uint8_t *masked, int64_t *ld);
 /* Fills tile->logits; lanes past the last token are zero. */
 void pmoei_gate_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block, int32_t thread);
 /* tile->max and finite, from the logits. */
@@ -56,7 +58,8 @@ bool pmoei_gate_needs_softmax(const pmoe_gate *gate);
 
 /* Fills tile->expert and tile->value from the logits and, with Gumbel noise, tile->selection. */
 void pmoei_gate_select(const pmoei_gate_call *call, pmoei_gate_tile *tile);
-/* The threshold for keeping the k largest of n keys (1 <= k <= n): every key above it, and the first *ties that equal it. */
+/* The threshold for keeping the k largest of n keys (1 <= k <= n): every key above it, and the first *ties that equal
+ * it. */
 uint32_t pmoei_gate_threshold(const uint32_t *key, int64_t n, int64_t k, int64_t *ties);
 /* Unsigned integers in the order of floats; NaN, whatever its sign, below everything. Both zeros are equal. */
 static inline uint32_t pmoei_gate_order_key(float value) {

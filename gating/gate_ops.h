@@ -61,7 +61,8 @@ typedef struct pmoei_gate_call {
   uint32_t *priority;           /* [T K] */
 } pmoei_gate_call;
 
-/* In forward: route, total, drop (if there is a capacity), place. In backward: input_grad, weight_grad, or one of them. */
+/* In forward: route, total, drop (if there is a capacity), place. In backward: input_grad, weight_grad, or one of them.
+ */
 struct pmoei_gate_ops {
   /* Takes the call's scratch from the arena; run twice, to measure and to carve. */
   void (*plan)(pmoei_gate_call *call, pmoei_arena *arena);
@@ -81,7 +82,9 @@ struct pmoei_gate_ops {
 
 extern const pmoei_gate_ops pmoei_gate_ops_cpu;
 
-static inline bool pmoei_gate_has_losses(const pmoe_gate *gate) { return gate->cfg.aux_coef > 0 || gate->cfg.z_coef > 0; }
+static inline bool pmoei_gate_has_losses(const pmoe_gate *gate) {
+  return gate->cfg.aux_coef > 0 || gate->cfg.z_coef > 0;
+}
 
 /* Scratch that forward and backward of up to `tokens` tokens need at most, with dlogits given or not. */
 size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);

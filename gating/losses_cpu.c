@@ -25,8 +25,9 @@ void pmoei_gate_count_live(const pmoei_gate_call *call, const pmoei_gate_tile *t
       if (!tile->masked[l] && tile->finite[l]) count[tile->expert[k * LANES + l]]++;
 }
 
-PMOEI_VECTORISED static void sum_probabilities(const float *restrict exponentials, int64_t num_experts, const float *restrict sum,
-                                               const uint8_t *restrict live, float *restrict out) {
+PMOEI_VECTORISED static void sum_probabilities(const float *restrict exponentials, int64_t num_experts,
+                                               const float *restrict sum, const uint8_t *restrict live,
+                                               float *restrict out) {
   float factor[LANES];
   for (int l = 0; l < LANES; l++) factor[l] = live[l] ? 1.0f / sum[l] : 0.0f;
   for (int64_t e = 0; e < num_experts; e++) {
@@ -48,7 +49,8 @@ void pmoei_gate_sum_losses(const pmoei_gate_call *call, const pmoei_gate_tile *t
     z_sum += lse * lse;
   }
   call->tally[block].z_sum = z_sum;
-  if (call->prob_sum) sum_probabilities(tile->logits, num_experts, tile->sum, live, call->prob_sum + block * num_experts);
+  if (call->prob_sum)
+    sum_probabilities(tile->logits, num_experts, tile->sum, live, call->prob_sum + block * num_experts);
 }
 
 static void sum_experts(void *arg, int64_t index, int32_t thread) {

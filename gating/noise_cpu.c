@@ -3,8 +3,8 @@
 #include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
-/* Every number is keyed by (seed, layer, step) and counted by (global token, position), so it depends neither on how tokens are spread
- * over ranks and calls nor on threads. */
+/* Every number is keyed by (seed, layer, step) and counted by (global token, position), so it depends neither on how
+ * tokens are spread over ranks and calls nor on threads. */
 static uint64_t noise_key(const pmoei_gate_call *call, pmoei_random_use use) {
   return pmoei_random_key(call->gate->ctx->seed, use, (uint64_t)call->gate->layer_id, call->step.step);
 }
@@ -13,7 +13,8 @@ bool pmoei_gate_has_jitter(const pmoei_gate_call *call) { return call->step.trai
 
 bool pmoei_gate_has_gumbel(const pmoei_gate_call *call) { return call->step.training && call->gate->cfg.gumbel; }
 
-PMOEI_VECTORISED static void jitter_row(float *restrict row, int64_t n, uint64_t key, uint64_t token, uint64_t group, float jitter) {
+PMOEI_VECTORISED static void jitter_row(float *restrict row, int64_t n, uint64_t key, uint64_t token, uint64_t group,
+                                        float jitter) {
   float low = 1.0f - jitter, width = 2.0f * jitter;
   int64_t whole = n / 4 * 4;
   for (int64_t i = 0; i < whole; i += 4) {
@@ -29,12 +30,12 @@ PMOEI_VECTORISED static void jitter_row(float *restrict row, int64_t n, uint64_t
 }
 
 void pmoei_gate_jitter(const pmoei_gate_call *call, int64_t token, int64_t col, float *row, int64_t n) {
-  jitter_row(row, n, noise_key(call, PMOEI_RANDOM_JITTER), (uint64_t)(call->step.first_token + token), (uint64_t)col / 4,
-             call->gate->cfg.jitter);
+  jitter_row(row, n, noise_key(call, PMOEI_RANDOM_JITTER), (uint64_t)(call->step.first_token + token),
+             (uint64_t)col / 4, call->gate->cfg.jitter);
 }
 
-PMOEI_VECTORISED static void add_gumbel(float *restrict out, const float *restrict logits, int64_t num_experts, uint64_t key,
-                                        uint64_t token) {
+PMOEI_VECTORISED static void add_gumbel(float *restrict out, const float *restrict logits, int64_t num_experts,
+                                        uint64_t key, uint64_t token) {
   for (int64_t e = 0; e < num_experts; e += 4) {
     int64_t n = num_experts - e < 4 ? num_experts - e : 4;
     uint32_t word[4][LANES];

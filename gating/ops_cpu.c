@@ -6,7 +6,8 @@ static pmoei_gate_tile take_tile(const pmoei_gate_call *call, pmoei_arena *arena
   if (call->backward && input < least) input = least;
   pmoei_gate_tile tile = {0};
   tile.logits = pmoei_take(arena, (int64_t)LANES * cfg->num_experts, sizeof *tile.logits);
-  if (cfg->gumbel) tile.selection = pmoei_take(arena, (int64_t)LANES * cfg->num_experts, sizeof *tile.selection);
+  if (cfg->gumbel || cfg->top_k > LEVELS)
+    tile.selection = pmoei_take(arena, (int64_t)LANES * cfg->num_experts, sizeof *tile.selection);
   tile.input = pmoei_take(arena, input, sizeof *tile.input);
   tile.expert = pmoei_take(arena, (int64_t)LANES * cfg->top_k, sizeof *tile.expert);
   tile.value = pmoei_take(arena, (int64_t)LANES * cfg->top_k, sizeof *tile.value);

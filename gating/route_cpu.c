@@ -2,23 +2,48 @@
 
 #include "core/gemm.h"
 #include "core/parallel.h"
+#include "core/simd.h"
 #include "gating/gate_cpu.h"
+
+/* out[l, k] = lanes[k, l]. Four bytes an element, whatever they mean. */
+static inline void turn(uint32_t *restrict out, const uint32_t *restrict lanes, int64_t rows, const int64_t top_k) {
+  for (int64_t l = 0; l < rows; l++)
+    for (int64_t k = 0; k < top_k; k++) out[l * top_k + k] = lanes[k * LANES + l];
+}
+
+PMOEI_VECTORISED static void write_rows(void *restrict out, const void *restrict lanes, int64_t rows, int64_t top_k) {
+  if (top_k == 1)
+    turn(out, lanes, rows, 1);
+  else if (top_k == 2)
+    turn(out, lanes, rows, 2);
+  else if (top_k == 4)
+    turn(out, lanes, rows, 4);
+  else if (top_k == 8)
+    turn(out, lanes, rows, 8);
+  else
+    turn(out, lanes, rows, top_k);
+}
 
 static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
   pmoei_gate_span span = pmoei_gate_block(call, block);
-  int64_t *count = call->block_count + block * num_experts;
-  memset(count, 0, (size_t)num_experts * sizeof *count);
+  int64_t n = span.rows * top_k, *count = call->block_count + block * num_experts,
+          *slot = call->routing.slot + span.first * top_k;
+  int32_t *expert = call->routing.expert + span.first * top_k;
+  float *weight = call->routing.weight + span.first * top_k;
+  write_rows(expert, tile->expert, span.rows, top_k);
+  write_rows(weight, tile->value, span.rows, top_k);
   for (int64_t l = 0; l < span.rows; l++) {
-    int64_t at = (span.first + l) * top_k;
-    for (int64_t k = 0; k < top_k; k++) {
-      int32_t expert = tile->masked[l] ? -1 : tile->expert[k * LANES + l];
-      call->routing.expert[at + k] = expert;
-      call->routing.slot[at + k] = expert < 0 ? -1 : 0;
-      call->routing.weight[at + k] = expert < 0 ? 0 : tile->value[k * LANES + l];
-      if (expert >= 0) count[expert]++;
+    if (!tile->masked[l]) continue;
+    for (int64_t i = l * top_k; i < (l + 1) * top_k; i++) {
+      expert[i] = -1;
+      weight[i] = 0;
     }
   }
+  memset(count, 0, (size_t)num_experts * sizeof *count);
+  for (int64_t i = 0; i < n; i++)
+    if (expert[i] >= 0) count[expert[i]]++;
+  if (call->capacity > 0) memset(slot, 0, (size_t)n * sizeof *slot);
 }
 
 static void route_block(void *arg, int64_t block, int32_t thread) {

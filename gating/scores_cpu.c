@@ -6,8 +6,8 @@
 #include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
-const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_t first, int64_t rows, int64_t col, int64_t cols,
-                              const uint8_t *masked, int64_t *ld) {
+const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_t first, int64_t rows, int64_t col,
+                              int64_t cols, const uint8_t *masked, int64_t *ld) {
   const pmoe_mat *x = &call->x;
   bool jitter = pmoei_gate_has_jitter(call);
   size_t offset = (size_t)col * pmoe_dtype_size(x->dtype);
@@ -28,7 +28,8 @@ const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_
   return buffer;
 }
 
-PMOEI_VECTORISED static void extremes(const float *restrict logits, int64_t num_experts, float *restrict max, uint8_t *restrict finite) {
+PMOEI_VECTORISED static void extremes(const float *restrict logits, int64_t num_experts, float *restrict max,
+                                      uint8_t *restrict finite) {
   float top[LANES], zero[LANES];
   for (int l = 0; l < LANES; l++) {
     top[l] = -INFINITY;
@@ -52,8 +53,18 @@ void pmoei_gate_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64
   int64_t num_experts = gate->cfg.num_experts, hidden = gate->hidden, ld;
   pmoei_gate_span span = pmoei_gate_block(call, block);
   const float *input = pmoei_gate_input(call, tile->input, span.first, span.rows, 0, hidden, NULL, &ld);
-  pmoei_product product = {.trans_b = true, .m = num_experts, .n = span.rows, .k = hidden, .a = call->params.weight, .lda = hidden,
-                           .b = input, .ldb = ld, .c = tile->logits, .ldc = LANES, .in = PMOE_F32, .out = PMOE_F32};
+  pmoei_product product = {.trans_b = true,
+                           .m = num_experts,
+                           .n = span.rows,
+                           .k = hidden,
+                           .a = call->params.weight,
+                           .lda = hidden,
+                           .b = input,
+                           .ldb = ld,
+                           .c = tile->logits,
+                           .ldc = LANES,
+                           .in = PMOE_F32,
+                           .out = PMOE_F32};
   pmoei_gemm_run(gate->ctx->gemm, thread, &product);
   for (int64_t e = 0; e < num_experts; e++) {
     float *lane = tile->logits + e * LANES, bias = call->params.bias ? call->params.bias[e] : 0;
@@ -67,7 +78,8 @@ void pmoei_gate_extremes(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
   extremes(tile->logits, call->gate->cfg.num_experts, tile->max, tile->finite);
 }
 
-PMOEI_VECTORISED static void exponentiate(float *restrict logits, int64_t num_experts, const float *restrict max, float *restrict sum) {
+PMOEI_VECTORISED static void exponentiate(float *restrict logits, int64_t num_experts, const float *restrict max,
+                                          float *restrict sum) {
   float total[LANES];
   for (int l = 0; l < LANES; l++) total[l] = 0;
   for (int64_t e = 0; e < num_experts; e++) {
@@ -84,7 +96,8 @@ void pmoei_gate_softmax(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
   exponentiate(tile->logits, call->gate->cfg.num_experts, tile->max, tile->sum);
 }
 
-PMOEI_VECTORISED static void divide_exp(float *restrict value, int64_t top_k, const float *restrict max, const float *restrict sum) {
+PMOEI_VECTORISED static void divide_exp(float *restrict value, int64_t top_k, const float *restrict max,
+                                        const float *restrict sum) {
   for (int64_t k = 0; k < top_k; k++)
     for (int l = 0; l < LANES; l++) value[k * LANES + l] = pmoei_expf(value[k * LANES + l] - max[l]) / sum[l];
 }
@@ -109,8 +122,12 @@ PMOEI_VECTORISED static void softmax_of_choices(float *restrict value, int64_t t
 
 void pmoei_gate_scores(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
-  if (cfg->softmax_after_topk) softmax_of_choices(tile->value, cfg->top_k);
-  else divide_exp(tile->value, cfg->top_k, tile->max, tile->sum);
+  if (cfg->softmax_after_topk)
+    softmax_of_choices(tile->value, cfg->top_k);
+  else
+    divide_exp(tile->value, cfg->top_k, tile->max, tile->sum);
 }
 
-bool pmoei_gate_needs_softmax(const pmoe_gate *gate) { return !gate->cfg.softmax_after_topk || pmoei_gate_has_losses(gate); }
+bool pmoei_gate_needs_softmax(const pmoe_gate *gate) {
+  return !gate->cfg.softmax_after_topk || pmoei_gate_has_losses(gate);
+}

@@ -15,7 +15,8 @@ static void set_priorities(const pmoei_gate_call *call, int64_t begin, int64_t e
   int64_t top_k = call->gate->cfg.top_k;
   for (int64_t i = begin; i < end; i++) {
     int64_t choice = call->contender[i];
-    call->priority[i] = drop == PMOE_DROP_PROBS ? pmoei_gate_order_key(call->routing.weight[choice]) : (uint32_t)(top_k - choice % top_k);
+    call->priority[i] = drop == PMOE_DROP_PROBS ? pmoei_gate_order_key(call->routing.weight[choice])
+                                                : (uint32_t)(top_k - choice % top_k);
   }
 }
 
@@ -25,7 +26,8 @@ static void drop_expert(void *arg, int64_t expert, int32_t thread) {
   const pmoei_gate_call *call = arg;
   int64_t begin = call->contested[expert], end = call->contested[expert + 1], ties;
   if (begin == end) return;
-  int64_t num_experts = call->gate->cfg.num_experts, choices_per_block = (int64_t)PMOEI_GATE_BLOCK * call->gate->cfg.top_k;
+  int64_t num_experts = call->gate->cfg.num_experts,
+          choices_per_block = (int64_t)PMOEI_GATE_BLOCK * call->gate->cfg.top_k;
   set_priorities(call, begin, end);
   uint32_t threshold = pmoei_gate_threshold(call->priority + begin, end - begin, call->capacity, &ties);
   for (int64_t i = begin; i < end; i++) {
@@ -74,29 +76,32 @@ static void first_slots(void *arg, int64_t index, int32_t thread) {
   }
 }
 
+static void finish_weights(const pmoei_gate_call *call, int64_t token) {
+  const pmoe_gate_config *cfg = &call->gate->cfg;
+  const int64_t *slot = call->routing.slot + token * cfg->top_k;
+  float *weight = call->routing.weight + token * cfg->top_k, sum = 0;
+  for (int32_t k = 0; k < cfg->top_k; k++)
+    if (slot[k] >= 0 || cfg->norm == PMOE_NORM_BEFORE_DROP) sum += weight[k];
+  if (cfg->norm == PMOE_NORM_NONE) sum = 1;
+  /* Survivors whose scores vanish beside the dropped ones weigh nothing, rather than 0/0. */
+  for (int32_t k = 0; k < cfg->top_k; k++)
+    weight[k] = slot[k] < 0 || sum < FLT_MIN ? 0 : weight[k] / sum * cfg->weight_scale;
+}
+
 static void place_block(void *arg, int64_t block, int32_t thread) {
   (void)thread;
   const pmoei_gate_call *call = arg;
   const pmoe_gate_config *cfg = &call->gate->cfg;
   pmoei_gate_span span = pmoei_gate_block(call, block);
-  int64_t *next = call->block_count + block * cfg->num_experts;
-  for (int64_t t = span.first; t < span.first + span.rows; t++) {
-    const int32_t *expert = call->routing.expert + t * cfg->top_k;
-    int64_t *slot = call->routing.slot + t * cfg->top_k;
-    float *weight = call->routing.weight + t * cfg->top_k, all = 0, kept = 0;
-    for (int32_t k = 0; k < cfg->top_k; k++) {
-      all += weight[k];
-      if (slot[k] < 0) {
-        weight[k] = 0;
-        continue;
-      }
-      kept += weight[k];
-      slot[k] = next[expert[k]]++;
-    }
-    float sum = cfg->norm == PMOE_NORM_NONE ? 1 : cfg->norm == PMOE_NORM_BEFORE_DROP ? all : kept;
-    /* Survivors whose scores vanish beside the dropped ones weigh nothing, rather than 0/0. */
-    for (int32_t k = 0; k < cfg->top_k; k++) weight[k] = sum < FLT_MIN ? 0 : weight[k] / sum * cfg->weight_scale;
+  int64_t *next = call->block_count + block * cfg->num_experts, *slot = call->routing.slot;
+  const int32_t *expert = call->routing.expert;
+  bool drops = call->capacity > 0;
+  for (int64_t i = span.first * cfg->top_k; i < (span.first + span.rows) * cfg->top_k; i++) {
+    bool lost = expert[i] < 0 || (drops && slot[i] < 0);
+    slot[i] = lost ? -1 : next[expert[i]]++;
   }
+  if (!drops && cfg->norm == PMOE_NORM_NONE && cfg->weight_scale == 1) return;
+  for (int64_t t = span.first; t < span.first + span.rows; t++) finish_weights(call, t);
 }
 
 pmoe_status pmoei_gate_place(pmoei_gate_call *call) {

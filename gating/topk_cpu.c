@@ -1,50 +1,68 @@
 #include <string.h>
 
 #include "core/simd.h"
-#include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
-/* Sixteen tokens in one vector: compiled for wider or narrower registers, this is what keeps the best choices in them. */
-enum { WIDTH = 16, MAX_LEVELS = 8 };
+/* Sixteen tokens in one vector: compiled for wider or narrower registers, this is what keeps the best choices in them.
+ */
+enum { WIDTH = 16, MAX_INSERTED = 64 };
 typedef float vector __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t ivector __attribute__((vector_size(WIDTH * 4)));
 
-/* Insertion into a sorted list of `levels` per lane, best first; a later equal stays behind. Wrong where a logit is NaN. `levels` is a
- * constant at every call, which unrolls the inner loop. */
-static inline __attribute__((always_inline)) void insert_all(const float *restrict logits, int64_t num_experts, const int levels,
-                                                             int64_t top_k, int32_t *restrict expert, float *restrict value) {
+/* Insertion into a sorted list of `levels` per lane, best first; a later equal stays behind. Where fewer logits than
+ * that exceed -inf, the rest of the list is expert -1. Writes `wanted` <= levels rows. `levels` is a constant at every
+ * call, which unrolls the inner loop. */
+static inline __attribute__((always_inline)) void insert_all(const float *restrict logits, int64_t num_experts,
+                                                             const int levels, int64_t wanted, int32_t *restrict expert,
+                                                             float *restrict value) {
   for (int first = 0; first < LANES; first += WIDTH) {
-    vector best[MAX_LEVELS];
-    ivector which[MAX_LEVELS];
+    vector best[LEVELS];
+    ivector which[LEVELS];
     for (int k = 0; k < levels; k++) {
-      best[k] = (vector){0} + NAN; /* gives way to anything */
-      which[k] = (ivector){0};
+      best[k] = (vector){0} - INFINITY;
+      which[k] = (ivector){0} - 1;
     }
     for (int64_t e = 0; e < num_experts; e++) {
       vector v;
-      ivector index = (ivector){0} + (int32_t)e;
       memcpy(&v, logits + e * LANES + first, sizeof v);
+      ivector carried = (ivector)v, index = (ivector){0} + (int32_t)e; /* v, then what it pushed down */
       for (int k = 0; k < levels; k++) {
-        ivector better = ~(v <= best[k]), vbits = (ivector)v, bbits = (ivector)best[k], old = which[k];
-        best[k] = (vector)((better & vbits) | (~better & bbits));
-        v = (vector)((better & bbits) | (~better & vbits));
-        which[k] = (better & index) | (~better & old);
-        index = (better & old) | (~better & index);
+        ivector better = v > best[k], old = (ivector)best[k], old_index = which[k];
+        best[k] = (vector)((better & carried) | (~better & old));
+        carried = (better & old) | (~better & carried);
+        which[k] = (better & index) | (~better & old_index);
+        index = (better & old_index) | (~better & index);
       }
     }
-    for (int k = 0; k < top_k; k++) {
-      memcpy(expert + (int64_t)k * LANES + first, &which[k], sizeof which[k]);
-      memcpy(value + (int64_t)k * LANES + first, &best[k], sizeof best[k]);
+    for (int64_t k = 0; k < wanted; k++) {
+      memcpy(expert + k * LANES + first, &which[k], sizeof which[k]);
+      memcpy(value + k * LANES + first, &best[k], sizeof best[k]);
     }
   }
 }
 
-PMOEI_VECTORISED static void insert(const float *restrict logits, int64_t num_experts, int64_t top_k, int32_t *restrict expert,
-                                    float *restrict value) {
-  if (top_k == 1) insert_all(logits, num_experts, 1, top_k, expert, value);
-  else if (top_k == 2) insert_all(logits, num_experts, 2, top_k, expert, value);
-  else if (top_k <= 4) insert_all(logits, num_experts, 4, top_k, expert, value);
-  else insert_all(logits, num_experts, 8, top_k, expert, value);
+PMOEI_VECTORISED static void insert(const float *restrict logits, int64_t num_experts, int64_t wanted,
+                                    int32_t *restrict expert, float *restrict value) {
+  if (wanted == 1)
+    insert_all(logits, num_experts, 1, wanted, expert, value);
+  else if (wanted == 2)
+    insert_all(logits, num_experts, 2, wanted, expert, value);
+  else if (wanted <= 4)
+    insert_all(logits, num_experts, 4, wanted, expert, value);
+  else
+    insert_all(logits, num_experts, LEVELS, wanted, expert, value);
+}
+
+/* What comes after a choice: the logits below it, and its equals with a higher index; -inf for the rest. */
+PMOEI_VECTORISED static void keep_open(float *restrict open, const float *restrict logits, int64_t num_experts,
+                                       const int32_t *restrict expert, const float *restrict value) {
+  for (int64_t e = 0; e < num_experts; e++) {
+    for (int l = 0; l < LANES; l++) {
+      float v = logits[e * LANES + l];
+      bool after = (v < value[l]) | ((v == value[l]) & ((int32_t)e > expert[l]));
+      open[e * LANES + l] = after ? v : -INFINITY;
+    }
+  }
 }
 
 /* One of four radix passes: narrows the threshold's digit at `shift`. */
@@ -83,7 +101,7 @@ static void sort_descending(uint64_t *restrict a, uint64_t *restrict other, int6
   }
 }
 
-/* Any K, and NaN: the keys of one lane. */
+/* Any K, and too few logits above -inf (the others are -inf or NaN): the keys of one lane. */
 static void select_lane(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t lane) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k, ties, n = 0;
   for (int64_t e = 0; e < num_experts; e++) tile->key[e] = pmoei_gate_order_key(tile->logits[e * LANES + lane]);
@@ -92,7 +110,8 @@ static void select_lane(const pmoei_gate_call *call, pmoei_gate_tile *tile, int6
     bool tie = tile->key[e] == threshold && ties > 0;
     if (tile->key[e] <= threshold && !tie) continue;
     ties -= tie;
-    tile->order[n++] = (uint64_t)tile->key[e] << 32 | (UINT32_MAX - (uint32_t)e); /* of equal keys the lower index is larger */
+    tile->order[n++] =
+        (uint64_t)tile->key[e] << 32 | (UINT32_MAX - (uint32_t)e); /* of equal keys the lower index is larger */
   }
   sort_descending(tile->order, tile->order + top_k, top_k);
   for (int64_t k = 0; k < top_k; k++) {
@@ -102,28 +121,27 @@ static void select_lane(const pmoei_gate_call *call, pmoei_gate_tile *tile, int6
   }
 }
 
-PMOEI_VECTORISED static void find_nan(const float *restrict logits, int64_t num_experts, uint8_t *restrict nan) {
-  int32_t found[LANES] = {0};
-  for (int64_t e = 0; e < num_experts; e++)
-    for (int l = 0; l < LANES; l++) found[l] |= logits[e * LANES + l] != logits[e * LANES + l];
-  for (int l = 0; l < LANES; l++) nan[l] = found[l] != 0;
-}
-
 static void select_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
-  uint8_t redo[LANES];
-  memset(redo, top_k > MAX_LEVELS, sizeof redo);
-  if (top_k <= MAX_LEVELS) {
-    insert(tile->logits, num_experts, top_k, tile->expert, tile->value);
-    if (memchr(tile->finite, 0, LANES)) find_nan(tile->logits, num_experts, redo);
+  bool inserted = top_k <= MAX_INSERTED;
+  const float *logits = tile->logits;
+  for (int64_t k = 0; k < top_k && inserted; k += LEVELS) {
+    int32_t *expert = tile->expert + k * LANES;
+    float *value = tile->value + k * LANES;
+    if (k > 0) {
+      keep_open(tile->selection, tile->logits, num_experts, expert - LANES, value - LANES);
+      logits = tile->selection;
+    }
+    insert(logits, num_experts, top_k - k < LEVELS ? top_k - k : LEVELS, expert, value);
   }
+  const int32_t *last = tile->expert + (top_k - 1) * LANES;
   for (int64_t l = 0; l < LANES; l++)
-    if (redo[l] && !tile->masked[l]) select_lane(call, tile, l);
+    if (!inserted || last[l] < 0) select_lane(call, tile, l);
 }
 
 /* The best of tile->selection but for the experts in `taken` (-1: none). */
-PMOEI_VECTORISED static void best_but(const float *restrict selection, int64_t num_experts, const int32_t *restrict taken,
-                                      int32_t *restrict expert) {
+PMOEI_VECTORISED static void best_but(const float *restrict selection, int64_t num_experts,
+                                      const int32_t *restrict taken, int32_t *restrict expert) {
   uint32_t best[LANES];
   for (int l = 0; l < LANES; l++) {
     best[l] = 0;
@@ -157,6 +175,8 @@ static void select_sampled(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
 }
 
 void pmoei_gate_select(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
-  if (pmoei_gate_has_gumbel(call)) select_sampled(call, tile);
-  else select_logits(call, tile);
+  if (pmoei_gate_has_gumbel(call))
+    select_sampled(call, tile);
+  else
+    select_logits(call, tile);
 }

@@ -58,7 +58,8 @@ static void square_task(void *arg, int64_t index, int32_t thread) {
 static pmoe_status check_grads(const pmoe_layer *layer) {
   for (int32_t i = 0; i < layer->num_params; i++)
     if (layer->param[i].numel > 0 && !layer->param[i].grad)
-      return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first", layer->param[i].name);
+      return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first",
+                         layer->param[i].name);
   return PMOE_OK;
 }
 
@@ -66,7 +67,8 @@ static pmoe_status reduce(pmoe_layer *layer, float scale) {
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
     pmoe_comm *group = p->reduce_group == PMOE_GROUP_EXPERT_DP ? layer->expert_dp : layer->dense_dp;
-    PMOEI_TRY(pmoei_allreduce(group, p->name, p->grad, p->numel, p->grad_dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16));
+    PMOEI_TRY(
+        pmoei_allreduce(group, p->name, p->grad, p->numel, p->grad_dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16));
     if (scale != 1.0f) pmoei_parallel(layer->ctx, num_tasks(p), scale_task, &(grad_job){p, scale, NULL});
   }
   return PMOE_OK;

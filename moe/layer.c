@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "core/dtype.h"
 
@@ -88,7 +89,8 @@ static pmoe_status compare(const pmoe_comm *comm, const field_list *mine, const 
     for (int32_t i = 0; i < mine->count; i++)
       if (records[rank].value[i] != records[0].value[i])
         return pmoei_error(PMOE_ERR_MISMATCH,
-                           "pmoe_layer_create: %s is %" PRId64 " on rank 0 and %" PRId64 " on rank %d (layer_id %d here)",
+                           "pmoe_layer_create: %s is %" PRId64 " on rank 0 and %" PRId64
+                           " on rank %d (layer_id %d here)",
                            mine->name[i], records[0].value[i], records[rank].value[i], rank, (int)mine->value[1]);
   return PMOE_OK;
 }
@@ -124,7 +126,11 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   PMOEI_TRY(pmoei_config_read(&layer->experts_cfg, sizeof layer->experts_cfg, cfg.experts, "config->experts"));
   layer->a2a_cfg.size = sizeof layer->a2a_cfg;
   if (cfg.a2a) PMOEI_TRY(pmoei_config_read(&layer->a2a_cfg, sizeof layer->a2a_cfg, cfg.a2a, "config->a2a"));
-  if (cfg.residual) PMOEI_TRY(pmoei_config_read(&layer->residual_cfg, sizeof layer->residual_cfg, cfg.residual, "config->residual"));
+  PMOEI_REQUIRE(layer->a2a_cfg.max_tokens >= 0 && layer->a2a_cfg.max_tokens <= PMOEI_MAX_ROWS,
+                "config->a2a->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", layer->a2a_cfg.max_tokens,
+                PMOEI_MAX_ROWS);
+  if (cfg.residual)
+    PMOEI_TRY(pmoei_config_read(&layer->residual_cfg, sizeof layer->residual_cfg, cfg.residual, "config->residual"));
   layer->cfg = cfg;
   layer->cfg.gate = &layer->gate_cfg;
   layer->cfg.experts = &layer->experts_cfg;
@@ -133,8 +139,9 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   layer->cfg.residual = has_branch ? &layer->residual_cfg : NULL;
   pmoe_residual_config *r = &layer->residual_cfg;
   const pmoe_experts_config *e = &layer->experts_cfg;
-  PMOEI_REQUIRE(!has_branch || (int)r->dtype == 0 || r->dtype == e->dtype, "config->residual->dtype is %s; the experts' %s was expected",
-                pmoe_dtype_name(r->dtype), pmoe_dtype_name(e->dtype));
+  PMOEI_REQUIRE(!has_branch || (int)r->dtype == 0 || r->dtype == e->dtype,
+                "config->residual->dtype is %s; the experts' %s was expected", pmoe_dtype_name(r->dtype),
+                pmoe_dtype_name(e->dtype));
   PMOEI_REQUIRE(!has_branch || (int)r->grad_dtype == 0 || r->grad_dtype == e->grad_dtype,
                 "config->residual->grad_dtype is %s; the experts' %s was expected", pmoe_dtype_name(r->grad_dtype),
                 pmoe_dtype_name(e->grad_dtype));
@@ -145,23 +152,27 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   return PMOE_OK;
 }
 
-/* The parts check their own configurations. The router and the branch need no group, so their errors are known before any
- * communication. */
+/* The parts check their own configurations. The router and the branch need no group, so their errors are known before
+ * any communication. */
 static pmoe_status create_local_parts(pmoe_layer *layer) {
   pmoe_ctx *ctx = layer->ctx;
   PMOEI_TRY(pmoe_gate_create(ctx, layer->cfg.hidden, layer->cfg.layer_id, &layer->gate_cfg, &layer->gate));
-  if (layer->cfg.residual) PMOEI_TRY(pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual));
+  if (layer->cfg.residual)
+    PMOEI_TRY(pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual));
   return PMOE_OK;
 }
 
 static pmoe_status create_spread_parts(pmoe_layer *layer) {
   pmoe_ctx *ctx = layer->ctx;
   const pmoe_gate_config *gate = &layer->gate_cfg;
-  (void)pmoe_expert_block(gate->num_experts, layer->ep->nranks, layer->ep->rank, &layer->first_expert, &layer->num_local);
+  (void)pmoe_expert_block(gate->num_experts, layer->ep->nranks, layer->ep->rank, &layer->first_expert,
+                          &layer->num_local);
   int64_t train, eval;
   int64_t tokens = layer->a2a_cfg.max_tokens;
-  PMOEI_TRY(pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->capacity_factor, gate->min_capacity, &train));
-  PMOEI_TRY(pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->eval_capacity_factor, gate->min_capacity, &eval));
+  PMOEI_TRY(
+      pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->capacity_factor, gate->min_capacity, &train));
+  PMOEI_TRY(pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->eval_capacity_factor, gate->min_capacity,
+                               &eval));
   /* Without a factor an expert can be chosen by every token. */
   if (gate->capacity_factor == 0 || train > tokens) train = tokens;
   if (gate->eval_capacity_factor == 0 || eval > tokens) eval = tokens;
@@ -204,7 +215,8 @@ static pmoe_status create(pmoe_layer *layer, pmoe_topology *topology, const pmoe
   if (status == PMOE_OK) status = create_local_parts(layer);
   if (topology) {
     pmoe_comm *stage;
-    PMOEI_TRY(pmoe_topology_groups(topology, 0, NULL, NULL, &stage)); /* its own size is there already: no communication */
+    PMOEI_TRY(
+        pmoe_topology_groups(topology, 0, NULL, NULL, &stage)); /* its own size is there already: no communication */
     PMOEI_TRY(agree_on_config(stage, layer, status));
     PMOEI_TRY(take_groups(layer, topology));
     return pmoei_comm_agree(stage, "pmoe_layer_create", create_spread_parts(layer));
@@ -214,7 +226,8 @@ static pmoe_status create(pmoe_layer *layer, pmoe_topology *topology, const pmoe
   return create_spread_parts(layer);
 }
 
-pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe_layer_config *config, pmoe_layer **out) {
+pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe_layer_config *config,
+                              pmoe_layer **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_layer *layer;
@@ -234,10 +247,12 @@ pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows) {
-  size_t movement = pmoei_scratch_frame_bytes(pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows));
+  size_t movement =
+      pmoei_scratch_frame_bytes(pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows));
   size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
   /* under a movement runs the branch, or the experts' weight gradients */
-  size_t under = movement + pmoei_scratch_frame_bytes(larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows)));
+  size_t under =
+      movement + pmoei_scratch_frame_bytes(larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows)));
   return larger(under, pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens)));
 }
 

@@ -32,9 +32,9 @@ typedef enum pmoei_param_kind {
 
 struct pmoe_layer {
   pmoe_ctx *ctx;
-  int32_t refs; /* the creator and every stash */
+  int32_t refs;                         /* the creator and every stash */
   pmoe_comm *ep, *expert_dp, *dense_dp; /* retained */
-  pmoe_layer_config cfg; /* its pointers point at the four below, or are NULL */
+  pmoe_layer_config cfg;                /* its pointers point at the four below, or are NULL */
   pmoe_gate_config gate_cfg;
   pmoe_a2a_config a2a_cfg;
   pmoe_experts_config experts_cfg;
@@ -92,7 +92,8 @@ typedef struct pmoei_bound {
 } pmoei_bound;
 pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bound *out);
 
-/* Places the stash's arrays for T tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG past a bound. */
+/* Places the stash's arrays for T tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG past a
+ * bound. */
 void pmoei_stash_place_tokens(pmoe_stash *stash, int64_t tokens);
 pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows);
 /* Bytes that backward needs of the stash at this T and R. */

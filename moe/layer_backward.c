@@ -6,16 +6,17 @@
 #include "core/parallel.h"
 #include "moe/layer.h"
 
-/* Temporaries of one call. What a PMOE_BWD_WEIGHT of its own reads lies in the stash instead if that has room for it. */
+/* Temporaries of one call. What a PMOE_BWD_WEIGHT of its own reads lies in the stash instead if that has room for it.
+ */
 typedef struct backward_scratch {
   pmoe_mat dy_rows, dx_rows; /* [R,H] */
   pmoe_mat pre, dpre;        /* [R,F1]; pre only if forward kept none */
   float *row_weight, *drow_weight;
-  float *dweight;            /* [T,K] */
+  float *dweight;                /* [T,K] */
   float *dscale, *dbranch_scale; /* [T] */
-  pmoe_mat dx_branch;        /* [T,H] through the dense branch */
+  pmoe_mat dx_branch;            /* [T,H] through the dense branch */
   pmoe_mat residual_dpre;
-  pmoe_mat dx_sum;           /* [T,H] float32: the sum of three parts is rounded once */
+  pmoe_mat dx_sum; /* [T,H] float32: the sum of three parts is rounded once */
   float *dlogits, *dmix;
 } backward_scratch;
 
@@ -23,7 +24,8 @@ static pmoe_mat take(pmoei_arena *arena, pmoe_dtype dtype, int64_t rows, int64_t
   return (pmoe_mat){pmoei_take(arena, rows * cols, pmoe_dtype_size(dtype)), dtype, rows, cols, cols};
 }
 
-static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split, backward_scratch *s) {
+static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split,
+                    backward_scratch *s) {
   pmoe_dtype dtype = layer->experts_cfg.dtype;
   int64_t hidden = layer->cfg.hidden;
   *s = (backward_scratch){0};
@@ -66,19 +68,22 @@ static void use_stash(pmoe_stash *stash, backward_scratch *s) {
   s->dmix = stash->dmix;
 }
 
-static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, const pmoe_mat *dy, const pmoe_mat *dx, pmoe_bwd which,
-                              pmoei_bound *bound) {
+static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, const pmoe_mat *dy, const pmoe_mat *dx,
+                              pmoe_bwd which, pmoei_bound *bound) {
   PMOEI_REQUIRE_POINTER(stash);
   PMOEI_REQUIRE(stash->layer == layer, "stash was made for another layer");
-  PMOEI_REQUIRE((int)which >= PMOE_BWD_ALL && (int)which <= PMOE_BWD_WEIGHT, "which is %d; a pmoe_bwd was expected", (int)which);
+  PMOEI_REQUIRE((int)which >= PMOE_BWD_ALL && (int)which <= PMOE_BWD_WEIGHT, "which is %d; a pmoe_bwd was expected",
+                (int)which);
   if (which == PMOE_BWD_WEIGHT && stash->state != PMOEI_STASH_INPUT_DONE)
-    return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: PMOE_BWD_WEIGHT comes after PMOE_BWD_INPUT on the same stash");
+    return pmoei_error(PMOE_ERR_STATE,
+                       "pmoe_layer_backward: PMOE_BWD_WEIGHT comes after PMOE_BWD_INPUT on the same stash");
   if (which != PMOE_BWD_WEIGHT && stash->state != PMOEI_STASH_FORWARD)
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: this stash holds no forward to go back from");
   if (which == PMOE_BWD_INPUT && !stash->cfg.split_backward)
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: PMOE_BWD_INPUT needs a stash made with split_backward");
   PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
-  if (which != PMOE_BWD_WEIGHT) PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
+  if (which != PMOE_BWD_WEIGHT)
+    PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
   PMOEI_REQUIRE(which == PMOE_BWD_WEIGHT || dx->data != dy->data || stash->x.rows == 0,
                 "dx->data is dy->data; separate memory was expected");
   return pmoei_layer_bound(layer, which != PMOE_BWD_INPUT, bound);
@@ -89,14 +94,15 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
 static pmoe_status branch_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, const pmoe_mat *dy,
                                    backward_scratch *s, pmoe_bwd which) {
   if (!layer->residual) return PMOE_OK;
-  return pmoe_residual_backward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->branch_scale, dy,
-                                &s->residual_dpre, &s->dx_branch, s->dbranch_scale, which, NULL);
+  return pmoe_residual_backward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->branch_scale,
+                                dy, &s->residual_dpre, &s->dx_branch, s->dbranch_scale, which, NULL);
 }
 
-static pmoe_status experts_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, backward_scratch *s, pmoe_bwd which) {
+static pmoe_status experts_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, backward_scratch *s,
+                                    pmoe_bwd which) {
   pmoe_mat *pre = s->pre.data ? &s->pre : &stash->pre;
-  return pmoe_experts_backward(layer->experts, &bound->experts, stash->plan->expert_rows, &stash->x_rows, pre, s->row_weight, &s->dy_rows,
-                               &s->dpre, &s->dx_rows, s->drow_weight, which, NULL);
+  return pmoe_experts_backward(layer->experts, &bound->experts, stash->plan->expert_rows, &stash->x_rows, pre,
+                               s->row_weight, &s->dy_rows, &s->dpre, &s->dx_rows, s->drow_weight, which, NULL);
 }
 
 /* The exchange returns the gradient of scale_t weight_tk: split it into those of the weight and of the scale. */
@@ -138,21 +144,21 @@ static void round_row(void *arg, int64_t row, int32_t thread) {
 }
 
 /* Gradients that reach x: through the experts (there already), the branch, its coefficients and the router. */
-static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale, backward_scratch *s,
-                                  pmoe_mat *dx, pmoe_bwd which) {
+static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
+                                  backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
   if (layer->residual && which != PMOE_BWD_WEIGHT) {
     split_scale(stash, s);
     pmoei_parallel(layer->ctx, dx->rows, add_row, &(add_job){&s->dx_branch, dx});
   }
   if (layer->residual)
-    PMOEI_TRY(pmoe_residual_mix_backward(layer->residual, &bound->residual, &stash->x, stash->scale, stash->branch_scale, s->dscale,
-                                         s->dbranch_scale, s->dmix, dx, which, NULL));
-  return pmoe_gate_backward(layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, s->dweight, loss_scale, s->dlogits, dx,
-                            which, NULL);
+    PMOEI_TRY(pmoe_residual_mix_backward(layer->residual, &bound->residual, &stash->x, stash->scale,
+                                         stash->branch_scale, s->dscale, s->dbranch_scale, s->dmix, dx, which, NULL));
+  return pmoe_gate_backward(layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, s->dweight, loss_scale,
+                            s->dlogits, dx, which, NULL);
 }
 
-static pmoe_status backward_input(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale, const pmoe_mat *dy,
-                                  backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
+static pmoe_status backward_input(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
+                                  const pmoe_mat *dy, backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
   const float *scale = layer->residual ? stash->scale : NULL;
   PMOEI_TRY(pmoe_combine_backward(stash->plan, &stash->routing, dy, scale, &s->dy_rows, s->row_weight, NULL));
   pmoe_status under = branch_backward(layer, stash, bound, dy, s, which);
@@ -169,14 +175,15 @@ static pmoe_status backward_input(pmoe_layer *layer, pmoe_stash *stash, const pm
   return PMOE_OK;
 }
 
-static pmoe_status backward_weight(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, const pmoe_mat *dy, backward_scratch *s) {
+static pmoe_status backward_weight(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, const pmoe_mat *dy,
+                                   backward_scratch *s) {
   PMOEI_TRY(experts_backward(layer, stash, bound, s, PMOE_BWD_WEIGHT));
   PMOEI_TRY(branch_backward(layer, stash, bound, dy, s, PMOE_BWD_WEIGHT));
   return token_backward(layer, stash, bound, 0, s, NULL, PMOE_BWD_WEIGHT);
 }
 
-static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale, const pmoe_mat *dy, pmoe_mat *dx,
-                       pmoe_bwd which) {
+static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
+                       const pmoe_mat *dy, pmoe_mat *dx, pmoe_bwd which) {
   bool split = stash->cfg.split_backward;
   int64_t rows = stash->plan->recv_rows;
   backward_scratch s;
@@ -195,8 +202,8 @@ static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *
   return status;
 }
 
-pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss_scale, const pmoe_mat *dy, pmoe_mat *dx, pmoe_bwd which,
-                                pmoe_stream stream) {
+pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss_scale, const pmoe_mat *dy,
+                                pmoe_mat *dx, pmoe_bwd which, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
   uint64_t clock = pmoei_now_ns();
@@ -210,7 +217,7 @@ pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss
     stash->state = PMOEI_STASH_EMPTY;
     return collective ? pmoei_comm_fail(layer->ep, status, NULL) : status;
   }
-  if (collective) stash->metrics.bytes_sent += 2 * stash->plan->bytes_sent;
+  if (collective) stash->metrics.bytes_sent += stash->plan->bytes_sent + stash->plan->bytes_returned;
   stash->metrics.ms_backward += pmoei_ms_since(&clock);
   stash->state = which == PMOE_BWD_INPUT ? PMOEI_STASH_INPUT_DONE : PMOEI_STASH_EMPTY;
   return PMOE_OK;

@@ -27,23 +27,24 @@ size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int6
   return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
 }
 
-static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, const pmoe_mat *y,
-                              pmoe_step *step_out, pmoei_bound *bound) {
+static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                              const pmoe_mat *y, pmoe_step *step_out, pmoei_bound *bound) {
   PMOEI_REQUIRE_POINTER(stash);
   PMOEI_REQUIRE(stash->layer == layer, "stash was made for another layer");
   *step_out = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
   if (step) PMOEI_TRY(PMOEI_CONFIG_READ(step_out, step));
   PMOEI_TRY(pmoei_check_mat(x, "x", layer->experts_cfg.dtype, -1, layer->cfg.hidden));
-  PMOEI_REQUIRE(x->rows <= stash->cfg.max_tokens, "x->rows is %" PRId64 "; at most the stash's max_tokens (%" PRId64 ") was expected",
-                x->rows, stash->cfg.max_tokens);
+  PMOEI_REQUIRE(x->rows <= stash->cfg.max_tokens,
+                "x->rows is %" PRId64 "; at most the stash's max_tokens (%" PRId64 ") was expected", x->rows,
+                stash->cfg.max_tokens);
   PMOEI_TRY(pmoei_check_mat(y, "y", layer->experts_cfg.dtype, x->rows, layer->cfg.hidden));
   PMOEI_REQUIRE(y->data != x->data || x->rows == 0, "y->data is x->data; separate memory was expected");
   return pmoei_layer_bound(layer, false, bound);
 }
 
 /* Everything up to the first communication. */
-static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, const pmoe_mat *y,
-                         pmoei_bound *bound) {
+static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                         const pmoe_mat *y, pmoei_bound *bound) {
   pmoe_step checked;
   PMOEI_TRY(check_call(layer, stash, step, x, y, &checked, bound));
   uint64_t start = pmoei_now_ns();
@@ -71,12 +72,13 @@ static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *
 
 static pmoe_status run_branch(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, pmoe_mat *mlp) {
   if (!layer->residual) return PMOE_OK;
-  return pmoe_residual_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->scale, stash->branch_scale,
-                               mlp, NULL);
+  return pmoe_residual_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->scale,
+                               stash->branch_scale, mlp, NULL);
 }
 
 /* From the plan to y. The dense branch runs while the rows travel. */
-static pmoe_status move_and_compute(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, forward_scratch *s, pmoe_mat *y) {
+static pmoe_status move_and_compute(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, forward_scratch *s,
+                                    pmoe_mat *y) {
   pmoe_metrics *m = &stash->metrics;
   uint64_t clock = pmoei_now_ns();
   PMOEI_TRY(pmoe_dispatch_forward(stash->plan, &stash->routing, &stash->x, &stash->x_rows, NULL));
@@ -87,7 +89,8 @@ static pmoe_status move_and_compute(pmoe_layer *layer, pmoe_stash *stash, const 
   PMOEI_TRY(branch);
   m->ms_dispatch += pmoei_ms_since(&clock);
   pmoe_mat *pre = stash->pre.data && !layer->experts_cfg.recompute_act ? &stash->pre : NULL;
-  PMOEI_TRY(pmoe_experts_forward(layer->experts, &bound->experts, stash->plan->expert_rows, &stash->x_rows, pre, &s->y_rows, NULL));
+  PMOEI_TRY(pmoe_experts_forward(layer->experts, &bound->experts, stash->plan->expert_rows, &stash->x_rows, pre,
+                                 &s->y_rows, NULL));
   m->ms_experts = pmoei_ms_since(&clock);
   pmoe_branch mix = {stash->scale, stash->branch_scale, &s->mlp};
   PMOEI_TRY(pmoe_combine_forward(stash->plan, &stash->routing, &s->y_rows, layer->residual ? &mix : NULL, y, NULL));
@@ -111,13 +114,13 @@ static pmoe_status forward_rows(pmoe_layer *layer, pmoe_stash *stash, const pmoe
   pmoe_status status = move_and_compute(layer, stash, bound, &s, y);
   pmoei_scratch_close(layer->ctx, scratch);
   stash->metrics.recv_rows = rows;
-  stash->metrics.bytes_sent = 2 * stash->plan->bytes_sent;
+  stash->metrics.bytes_sent = stash->plan->bytes_sent + stash->plan->bytes_returned;
   stash->metrics.saved_bytes = (int64_t)pmoei_stash_saved_bytes(stash, tokens, rows);
   return status;
 }
 
-pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, pmoe_mat *y,
-                               pmoe_stream stream) {
+pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                               pmoe_mat *y, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
   pmoei_bound bound;

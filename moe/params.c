@@ -27,11 +27,12 @@ static const char *const param_names[PMOEI_NUM_PARAM_KINDS] = {
 };
 
 static bool is_bias(pmoei_param_kind kind) {
-  return kind == PMOEI_ROUTER_BIAS || kind == PMOEI_FC1_BIAS || kind == PMOEI_FC2_BIAS || kind == PMOEI_RESIDUAL_FC1_BIAS ||
-         kind == PMOEI_RESIDUAL_FC2_BIAS || kind == PMOEI_MIX_BIAS;
+  return kind == PMOEI_ROUTER_BIAS || kind == PMOEI_FC1_BIAS || kind == PMOEI_FC2_BIAS ||
+         kind == PMOEI_RESIDUAL_FC1_BIAS || kind == PMOEI_RESIDUAL_FC2_BIAS || kind == PMOEI_MIX_BIAS;
 }
 
-static void add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe_dtype grad_dtype, int64_t out, int64_t in) {
+static void add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe_dtype grad_dtype, int64_t out,
+                int64_t in) {
   layer->kind[layer->num_params] = kind;
   pmoe_param *p = &layer->param[layer->num_params++];
   *p = (pmoe_param){.size = sizeof *p, .name = param_names[kind], .dtype = dtype, .grad_dtype = grad_dtype};
@@ -74,7 +75,8 @@ int32_t pmoe_layer_num_params(const pmoe_layer *layer) { return layer ? layer->n
 
 static pmoe_status check_index(const pmoe_layer *layer, int32_t index) {
   PMOEI_REQUIRE_POINTER(layer);
-  PMOEI_REQUIRE(index >= 0 && index < layer->num_params, "index is %d; 0 to %d was expected", index, layer->num_params - 1);
+  PMOEI_REQUIRE(index >= 0 && index < layer->num_params, "index is %d; 0 to %d was expected", index,
+                layer->num_params - 1);
   return PMOE_OK;
 }
 
@@ -88,15 +90,16 @@ pmoe_status pmoe_layer_bind_param(pmoe_layer *layer, int32_t index, void *data, 
   pmoe_param *p = &layer->param[index];
   PMOEI_REQUIRE((uintptr_t)data % pmoe_dtype_size(p->dtype) == 0, "data is %p; alignment for %s was expected", data,
                 pmoe_dtype_name(p->dtype));
-  PMOEI_REQUIRE((uintptr_t)grad % pmoe_dtype_size(p->grad_dtype) == 0, "grad is %p; alignment for %s was expected", grad,
-                pmoe_dtype_name(p->grad_dtype));
+  PMOEI_REQUIRE((uintptr_t)grad % pmoe_dtype_size(p->grad_dtype) == 0, "grad is %p; alignment for %s was expected",
+                grad, pmoe_dtype_name(p->grad_dtype));
   p->data = data;
   p->grad = grad;
   return PMOE_OK;
 }
 
 pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bound *out) {
-  *out = (pmoei_bound){PMOE_CONFIG_INIT(pmoe_gate_params), PMOE_CONFIG_INIT(pmoe_experts_params), PMOE_CONFIG_INIT(pmoe_residual_params)};
+  *out = (pmoei_bound){PMOE_CONFIG_INIT(pmoe_gate_params), PMOE_CONFIG_INIT(pmoe_experts_params),
+                       PMOE_CONFIG_INIT(pmoe_residual_params)};
   out->residual.mlp.size = sizeof out->residual.mlp;
   void *data[PMOEI_NUM_PARAM_KINDS] = {NULL}, *grad[PMOEI_NUM_PARAM_KINDS] = {NULL};
   for (int32_t i = 0; i < layer->num_params; i++) {
@@ -104,7 +107,8 @@ pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bou
     if (p->numel > 0 && !p->data)
       return pmoei_error(PMOE_ERR_STATE, "parameter %s has no data; bind it with pmoe_layer_bind_param first", p->name);
     if (p->numel > 0 && need_grad && !p->grad)
-      return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first", p->name);
+      return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first",
+                         p->name);
     data[layer->kind[i]] = p->data;
     grad[layer->kind[i]] = p->grad;
   }
@@ -169,7 +173,8 @@ pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std) 
     }
     int64_t experts = p->first_expert < 0 ? 1 : p->shape[0];
     init_job job = {.param = p, .per_expert = p->numel / experts, .std = std};
-    job.key = pmoei_random_key(seed, PMOEI_RANDOM_INIT, (uint64_t)(int64_t)layer->cfg.layer_id, (uint64_t)layer->kind[i]);
+    job.key =
+        pmoei_random_key(seed, PMOEI_RANDOM_INIT, (uint64_t)(int64_t)layer->cfg.layer_id, (uint64_t)layer->kind[i]);
     job.tasks_per_expert = (job.per_expert + NUMBERS_PER_TASK - 1) / NUMBERS_PER_TASK;
     pmoei_parallel(layer->ctx, experts * job.tasks_per_expert, init_task, &job);
   }

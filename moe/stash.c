@@ -1,6 +1,7 @@
 /* Stashes: what one forward keeps for its backward. */
 #include <inttypes.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "core/dtype.h"
 #include "moe/layer.h"
@@ -90,13 +91,17 @@ size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t 
 /* The configuration with its defaults: max_recv_rows 0 is left only where nothing bounds the rows. */
 static pmoe_status read_config(const pmoe_layer *layer, const pmoe_stash_config *config, pmoe_stash_config *cfg) {
   PMOEI_TRY(PMOEI_CONFIG_READ(cfg, config));
-  PMOEI_REQUIRE(cfg->max_tokens >= 0, "config->max_tokens is %" PRId64 "; 0 or more was expected", cfg->max_tokens);
-  PMOEI_REQUIRE(cfg->max_recv_rows >= 0, "config->max_recv_rows is %" PRId64 "; 0 or more was expected", cfg->max_recv_rows);
+  int64_t most_tokens = PMOEI_MAX_ROWS / layer->gate_cfg.top_k;
+  PMOEI_REQUIRE(cfg->max_tokens >= 0 && cfg->max_tokens <= most_tokens,
+                "config->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_tokens, most_tokens);
+  PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
+                "config->max_recv_rows is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_recv_rows,
+                PMOEI_MAX_ROWS);
   const pmoe_a2a_config *a2a = &layer->a2a_cfg;
   bool fixed = a2a->sizing == PMOE_SIZING_FIXED;
   PMOEI_REQUIRE(!fixed || cfg->max_tokens <= a2a->max_tokens,
-                "config->max_tokens is %" PRId64 "; at most the layer's a2a max_tokens (%" PRId64 ") was expected", cfg->max_tokens,
-                a2a->max_tokens);
+                "config->max_tokens is %" PRId64 "; at most the layer's a2a max_tokens (%" PRId64 ") was expected",
+                cfg->max_tokens, a2a->max_tokens);
   if (cfg->max_recv_rows > 0) return PMOE_OK;
   if (a2a->max_recv_rows > 0) cfg->max_recv_rows = a2a->max_recv_rows;
   else if (fixed) cfg->max_recv_rows = pmoei_a2a_bucket(layer->a2a, layer->ep->rank) * layer->ep->nranks;
@@ -113,9 +118,11 @@ pmoe_status pmoe_stash_bytes(const pmoe_layer *layer, const pmoe_stash_config *c
   PMOEI_REQUIRE_POINTER(bytes);
   pmoe_stash_config cfg;
   PMOEI_TRY(read_config(layer, config, &cfg));
-  PMOEI_REQUIRE(cfg.max_recv_rows > 0, "config->max_recv_rows is 0; eager sizing needs a bound here, in the stash or in the a2a "
-                                       "configuration, for its size to be known");
-  *bytes = token_bytes(layer, cfg.split_backward, cfg.max_tokens) + row_bytes(layer, cfg.split_backward, cfg.max_recv_rows);
+  PMOEI_REQUIRE(cfg.max_recv_rows > 0,
+                "config->max_recv_rows is 0; eager sizing needs a bound here, in the stash or in the a2a "
+                "configuration, for its size to be known");
+  *bytes =
+      token_bytes(layer, cfg.split_backward, cfg.max_tokens) + row_bytes(layer, cfg.split_backward, cfg.max_recv_rows);
   return PMOE_OK;
 }
 
@@ -135,7 +142,8 @@ static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
   pmoe_layer *layer = stash->layer;
   bool split = stash->cfg.split_backward;
   stash->token_bytes = token_bytes(layer, split, stash->cfg.max_tokens);
-  stash->row_capacity = stash->cfg.max_recv_rows;
+  /* Room for a row where nothing bounds them: a rank that receives none still has arrays to name. */
+  stash->row_capacity = stash->cfg.max_recv_rows > 0 ? stash->cfg.max_recv_rows : 1;
   stash->row_bytes = row_bytes(layer, split, stash->row_capacity);
   stash->owns_blocks = mem == NULL;
   if (mem) {
@@ -147,7 +155,8 @@ static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
   return pmoei_alloc_raw(layer->ctx, stash->row_bytes, "stash rows", &stash->row_block);
 }
 
-pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *config, void *mem, size_t bytes, pmoe_stash **out) {
+pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *config, void *mem, size_t bytes,
+                              pmoe_stash **out) {
   PMOEI_REQUIRE_POINTER(layer);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_stash_config cfg;
@@ -185,7 +194,8 @@ pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmoe_stash_c
   PMOEI_REQUIRE_POINTER(bytes);
   pmoe_stash_config cfg;
   PMOEI_TRY(read_config(layer, config, &cfg));
-  PMOEI_REQUIRE(cfg.max_recv_rows > 0, "config->max_recv_rows is 0; eager sizing needs a bound for its scratch to be known");
+  PMOEI_REQUIRE(cfg.max_recv_rows > 0,
+                "config->max_recv_rows is 0; eager sizing needs a bound for its scratch to be known");
   size_t forward = pmoei_layer_forward_scratch(layer, cfg.max_tokens, cfg.max_recv_rows);
   size_t backward = pmoei_layer_backward_scratch(layer, cfg.max_tokens, cfg.max_recv_rows, cfg.split_backward);
   *bytes = forward > backward ? forward : backward;

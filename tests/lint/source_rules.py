@@ -96,8 +96,8 @@ def includes(tree):
 STOPS = "abort exit _exit _Exit quick_exit assert".split()
 PRINTS = "printf vprintf fprintf vfprintf dprintf puts fputs putchar putc fputc perror".split()
 ALLOCATES = "malloc calloc realloc free aligned_alloc posix_memalign strdup".split()
-# The context's own default allocator, and the hub, which lives before any context does.
-ALLOCATE_IN = {"core/ctx.c", "a2a/transport_threads.c"}
+# The context's own default allocator; the hub, which lives before any context does; what MPI may write to after a time-out.
+ALLOCATE_IN = {"core/ctx.c", "a2a/transport_threads.c", "a2a/transport_mpi.c"}
 
 
 def calls(tree):

@@ -57,7 +57,7 @@ static int train_step(rig *r, const world *w, const rank_case *c, uint64_t n) {
   if (failures) return failures;
   failures += rig_check_grads(r, scale, label);
   failures += check_sumsq(r, scale);
-  rig_descend(r, 2.0, scale);
+  rig_descend(r, 0.5, scale);
   if (r->spec.experts.dtype != PMOE_F32) rig_load(r);
   return failures;
 }

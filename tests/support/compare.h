@@ -17,9 +17,10 @@
   } while (0)
 
 /* The one table of tolerances: the largest error against the largest expected value, and the root mean square of both.
- */
+ * Sums of terms about as large as one can cancel while their rounding errors do not, so that no expected value counts
+ * as smaller than `least`. */
 typedef struct test_tolerance {
-  double max, rms;
+  double max, rms, least;
 } test_tolerance;
 test_tolerance test_tolerance_of(pmoe_dtype dtype);
 
