@@ -13,7 +13,7 @@ typedef struct pmoei_part {
   size_t row_bytes;
 } pmoei_part;
 
-enum { PMOEI_MAX_PARTS = 2, PMOEI_MAX_EXCHANGES = 8 };
+enum { PMOEI_MAX_PARTS = 2, PMOEI_MAX_EXCHANGES = 8, PMOEI_WHAT_BYTES = 96 };
 
 /* Rows for every peer, this rank included. The caller keeps the struct and all its arrays in place until finish; what the transport
  * needs in between it keeps in `request`. */
@@ -23,38 +23,60 @@ typedef struct pmoei_exchange {
   pmoei_part part[PMOEI_MAX_PARTS];
   const int64_t *send_first, *send_rows; /* [nranks] in rows from part.send */
   const int64_t *recv_first, *recv_rows; /* [nranks] in rows from part.recv */
-  void *request[PMOEI_MAX_PARTS];
-  uint64_t sequence;
+  void *request;
 } pmoei_exchange;
 
 typedef enum pmoei_sum { PMOEI_SUM_F32, PMOEI_SUM_BF16, PMOEI_SUM_F64, PMOEI_SUM_I64 } pmoei_sum;
+
+/* The ranks that form a new communicator with this one; size 0 when this rank joins none. */
+typedef struct pmoei_subgroup {
+  int32_t color, key;
+  int32_t rank, size;
+  const int32_t *ranks; /* [size] of the parent */
+} pmoei_subgroup;
 
 /* All are collective except fail and destroy. `what` names the collective in errors. */
 typedef struct pmoei_transport {
   const char *name;
   pmoe_status (*allgather)(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
-  /* At most PMOEI_MAX_EXCHANGES may be under way; they finish in the order of starting. start waits for no peer where the transport can. */
+  /* At most PMOEI_MAX_EXCHANGES may be under way, and one more that finishes before the next starts; the others finish in the order of
+   * starting. start waits for no peer where the transport can. */
   pmoe_status (*exchange_start)(pmoe_comm *comm, pmoei_exchange *exchange);
   pmoe_status (*exchange_finish)(pmoe_comm *comm, pmoei_exchange *exchange);
   /* Sum in rank order; BF16 adds in float32 and rounds once. */
   pmoe_status (*allreduce)(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
   pmoe_status (*barrier)(pmoe_comm *comm, const char *what);
-  pmoe_status (*split)(pmoe_comm *comm, int32_t color, int32_t key, pmoe_comm **out);
-  void (*fail)(pmoe_comm *comm, const char *why); /* tell the peers; never waits */
+  /* Every rank of the parent calls it; *out stays NULL for those that join no group. Agreeing on the outcome is the caller's affair. */
+  pmoe_status (*split)(pmoe_comm *comm, const pmoei_subgroup *group, pmoe_comm **out);
+  void (*fail)(pmoe_comm *comm, const char *why); /* tell the peers; waits for none that is not there */
   void (*destroy)(pmoe_comm *comm);               /* frees `state`; never waits for long */
 } pmoei_transport;
+
+/* What a rank brings to pmoei_comm_agree. */
+typedef struct pmoei_outcome {
+  int32_t status;
+  char what[PMOEI_WHAT_BYTES];
+  char why[256];
+} pmoei_outcome;
 
 struct pmoe_comm {
   const pmoei_transport *transport;
   pmoe_ctx *ctx; /* retained */
   int32_t rank, nranks;
   int32_t refs;
+  size_t bytes;       /* of this block */
   pmoe_status failed; /* not OK: every further collective returns this with `why` */
-  char why[256];
-  void *state; /* the transport's */
+  char why[512];
+  pmoei_exchange *flying[PMOEI_MAX_EXCHANGES]; /* under way, the oldest at `oldest` */
+  int32_t oldest, num_flying;
+  int64_t *rows;           /* [4 * nranks] for collectives that are made of an exchange */
+  pmoei_outcome *outcomes; /* [nranks] */
+  void *state;             /* the transport's */
 };
 
-pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks, pmoe_comm **out);
+/* state_bytes of zeroed memory come with the communicator as its `state`. */
+pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks, size_t state_bytes,
+                           pmoe_comm **out);
 void pmoei_comm_retain(pmoe_comm *comm);
 void pmoei_comm_release(pmoe_comm *comm);
 
@@ -70,7 +92,17 @@ pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why
 
 /* Every rank brings the outcome of its own checks before a collective call's first exchange: all OK, or each rank with an error returns
  * its own and the others ERR_COMM with the first such rank, its error and its sentence; a rank in another call: ERR_MISMATCH with both names. The
- * communicator stays usable. `what` names the call. Collective, and made even by a rank whose arguments are wrong. */
+ * communicator stays usable. `what` names the call. Collective, and made even by a rank whose arguments are wrong. Allocates nothing. */
 pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine);
+
+/* For transports' tables: collectives made of the transport's own exchange. */
+pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
+pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
+pmoe_status pmoei_barrier_by_exchange(pmoe_comm *comm, const char *what);
+
+/* Copies what rank `from` sends to `to`, every part, between two exchanges of one process. */
+void pmoei_exchange_copy(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver, int32_t to);
+/* ERR_MISMATCH unless what rank `from` sends to `to` is what `to` expects of `from`. */
+pmoe_status pmoei_exchange_check(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver, int32_t to);
 
 #endif

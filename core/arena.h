@@ -11,8 +11,8 @@ typedef struct pmoei_arena {
   size_t used;
 } pmoei_arena;
 
-/* The next `count` elements of `element` bytes: their address, or NULL while measuring. A size that does not fit saturates `used`, so
- * that the allocation that follows fails cleanly. */
+/* The next `count` elements of `element` bytes: their address, or NULL while measuring. A size that does not fit
+ * saturates `used`, so that the allocation that follows fails cleanly. */
 static inline void *pmoei_take(pmoei_arena *arena, int64_t count, size_t element) {
   char *p = arena->base ? arena->base + arena->used : NULL;
   size_t limit = SIZE_MAX / 2;

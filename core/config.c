@@ -17,8 +17,8 @@ pmoe_status pmoei_config_read(void *out, size_t out_size, const void *source, co
   for (size_t i = out_size; i < size; i++)
     if (bytes[i] != 0)
       return pmoei_error(PMOE_ERR_VERSION,
-                         "%s->size is %zu and sets a field beyond the %zu bytes that this library (version %u) knows", name,
-                         size, out_size, (unsigned)pmoe_version());
+                         "%s->size is %zu and sets a field beyond the %zu bytes that this library (version %u) knows",
+                         name, size, out_size, (unsigned)pmoe_version());
   memset(out, 0, out_size);
   memcpy(out, source, size < out_size ? size : out_size);
   memcpy(out, &out_size, sizeof out_size);

@@ -49,11 +49,12 @@ void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes) {
 }
 
 static pmoe_status check_config(const pmoe_ctx_config *cfg) {
-  PMOEI_REQUIRE((int)cfg->backend >= 0 && cfg->backend <= PMOE_BACKEND_CUDA, "cfg->backend is %d; a pmoe_backend was expected",
-                (int)cfg->backend);
+  PMOEI_REQUIRE((int)cfg->backend >= 0 && cfg->backend <= PMOE_BACKEND_CUDA,
+                "cfg->backend is %d; a pmoe_backend was expected", (int)cfg->backend);
   if (cfg->backend == PMOE_BACKEND_CUDA)
     return pmoei_error(PMOE_ERR_UNSUPPORTED, "cfg->backend is PMOE_BACKEND_CUDA; this library was built without CUDA");
-  PMOEI_REQUIRE(cfg->cpu_threads >= 0 && cfg->cpu_threads <= 4096, "cfg->cpu_threads is %d; 0 to 4096 was expected", cfg->cpu_threads);
+  PMOEI_REQUIRE(cfg->cpu_threads >= 0 && cfg->cpu_threads <= 4096, "cfg->cpu_threads is %d; 0 to 4096 was expected",
+                cfg->cpu_threads);
   return PMOE_OK;
 }
 
@@ -133,6 +134,12 @@ uint64_t pmoei_now_ns(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+float pmoei_ms_since(uint64_t *clock) {
+  uint64_t before = *clock;
+  *clock = pmoei_now_ns();
+  return (float)((double)(*clock - before) * 1e-6);
 }
 
 int32_t pmoe_has_feature(const char *feature) {

@@ -23,8 +23,8 @@ typedef struct pmoei_scratch_frame {
 
 enum { PMOEI_SCRATCH_BLOCKS = 32, PMOEI_SCRATCH_FRAMES = 64 };
 
-/* Temporaries as a stack of frames. Steps that need no more than ever before allocate nothing: when the last frame closes, blocks
- * that came piecemeal are given back and the next opening takes their sum in one. */
+/* Temporaries as a stack of frames. Steps that need no more than ever before allocate nothing: when the last frame
+ * closes, blocks that came piecemeal are given back and the next opening takes their sum in one. */
 typedef struct pmoei_scratch {
   pmoei_scratch_block block[PMOEI_SCRATCH_BLOCKS];
   pmoei_scratch_frame frame[PMOEI_SCRATCH_FRAMES];
@@ -48,14 +48,21 @@ struct pmoe_ctx {
 void pmoei_ctx_retain(pmoe_ctx *ctx);
 void pmoei_ctx_release(pmoe_ctx *ctx);
 
-/* Host memory, zeroed, PMOEI_ALIGN-aligned, for long-lived objects. ERR_NOMEM names `what`. bytes == 0 gives *out = NULL. */
+/* Host memory, zeroed, PMOEI_ALIGN-aligned, for long-lived objects. ERR_NOMEM names `what`. bytes == 0 gives *out =
+ * NULL. */
 pmoe_status pmoei_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer);
 /* The same without zeroing, for large blocks. */
 pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer);
 void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes);
 
-/* A frame of temporaries until pmoei_scratch_close with the same handle. Frames may close in any order. Sanitizer and debug builds
- * fill it with NaN patterns (0xff), so that nothing relies on what was there. */
+/* Bytes that a frame of that size takes. */
+static inline size_t pmoei_scratch_frame_bytes(size_t bytes) {
+  return bytes == 0 ? PMOEI_ALIGN : (bytes + PMOEI_ALIGN - 1) / PMOEI_ALIGN * PMOEI_ALIGN;
+}
+/* Room in one block for frames of these bytes together, so that they need not be taken one by one. */
+pmoe_status pmoei_scratch_reserve(pmoe_ctx *ctx, size_t bytes);
+/* A frame of temporaries until pmoei_scratch_close with the same handle. Frames may close in any order. Builds with
+ * PMOE_POISON fill it with NaN patterns (0xff), so that nothing relies on what was there. */
 pmoe_status pmoei_scratch_open(pmoe_ctx *ctx, size_t bytes, void **base, int32_t *handle);
 void pmoei_scratch_close(pmoe_ctx *ctx, int32_t handle);
 
@@ -63,5 +70,7 @@ void pmoei_log(const pmoe_ctx *ctx, pmoe_log_level level, const char *format, ..
 
 /* Monotonic clock. */
 uint64_t pmoei_now_ns(void);
+/* Milliseconds since *clock, which becomes now. */
+float pmoei_ms_since(uint64_t *clock);
 
 #endif

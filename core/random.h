@@ -1,5 +1,6 @@
-/* Counter-based random numbers: the value depends on the key and the counter alone, so results do not depend on threads, ranks
- * or call order. Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3; SC'11). */
+/* Counter-based random numbers: the value depends on the key and the counter alone, so results do not depend on
+ * threads, ranks or call order. Generator: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy
+ * as 1, 2, 3; SC'11). */
 #ifndef PMOEI_RANDOM_H
 #define PMOEI_RANDOM_H
 #include <math.h>

@@ -41,7 +41,8 @@ static pmoe_status find_block(pmoe_ctx *ctx, size_t bytes, int32_t *index) {
       s->block[i] = s->block[--s->num_blocks];
     }
   }
-  if (s->num_blocks == PMOEI_SCRATCH_BLOCKS) return pmoei_error(PMOE_ERR_INTERNAL, "scratch: more than %d blocks", PMOEI_SCRATCH_BLOCKS);
+  if (s->num_blocks == PMOEI_SCRATCH_BLOCKS)
+    return pmoei_error(PMOE_ERR_INTERNAL, "scratch: more than %d blocks", PMOEI_SCRATCH_BLOCKS);
   size_t size = bytes > s->wanted ? bytes : s->wanted;
   pmoei_scratch_block *block = &s->block[s->num_blocks];
   PMOEI_TRY(pmoei_alloc_raw(ctx, size, "scratch", &block->base));
@@ -53,11 +54,16 @@ static pmoe_status find_block(pmoe_ctx *ctx, size_t bytes, int32_t *index) {
   return PMOE_OK;
 }
 
+pmoe_status pmoei_scratch_reserve(pmoe_ctx *ctx, size_t bytes) {
+  int32_t unused;
+  return find_block(ctx, bytes, &unused);
+}
+
 pmoe_status pmoei_scratch_open(pmoe_ctx *ctx, size_t bytes, void **base, int32_t *handle) {
   pmoei_scratch *s = &ctx->scratch;
-  bytes = (bytes + PMOEI_ALIGN - 1) / PMOEI_ALIGN * PMOEI_ALIGN;
-  if (bytes == 0) bytes = PMOEI_ALIGN;
-  if (s->num_frames == PMOEI_SCRATCH_FRAMES) return pmoei_error(PMOE_ERR_INTERNAL, "scratch: more than %d frames", PMOEI_SCRATCH_FRAMES);
+  bytes = pmoei_scratch_frame_bytes(bytes);
+  if (s->num_frames == PMOEI_SCRATCH_FRAMES)
+    return pmoei_error(PMOE_ERR_INTERNAL, "scratch: more than %d frames", PMOEI_SCRATCH_FRAMES);
   int32_t index = 0;
   PMOEI_TRY(find_block(ctx, bytes, &index));
   pmoei_scratch_block *block = &s->block[index];
@@ -86,7 +92,8 @@ pmoe_status pmoe_ctx_set_scratch(pmoe_ctx *ctx, void *mem, size_t bytes) {
   PMOEI_REQUIRE((uintptr_t)mem % PMOEI_ALIGN == 0, "mem is %p; %d-byte alignment was expected", mem, PMOEI_ALIGN);
   PMOEI_REQUIRE((mem == NULL) == (bytes == 0), "mem is %p with bytes %zu; give both or neither", mem, bytes);
   pmoei_scratch *s = &ctx->scratch;
-  if (s->num_frames != 0) return pmoei_error(PMOE_ERR_STATE, "pmoe_ctx_set_scratch: a started movement has not been finished");
+  if (s->num_frames != 0)
+    return pmoei_error(PMOE_ERR_STATE, "pmoe_ctx_set_scratch: a started movement has not been finished");
   for (int32_t i = 0; i < s->num_blocks; i++) drop_block(ctx, &s->block[i]);
   s->num_blocks = 0;
   s->wanted = 0;

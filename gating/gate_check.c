@@ -40,6 +40,8 @@ pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe
                 "router would not learn");
   PMOEI_REQUIRE(!cfg->gumbel || cfg->top_k <= 2, "cfg->gumbel is 1 with top_k = %d; it is defined for top_k 1 and 2",
                 cfg->top_k);
+  REQUIRE_FACTOR(cfg->capacity_factor);
+  REQUIRE_FACTOR(cfg->eval_capacity_factor);
   int64_t capacity;
   PMOEI_TRY(pmoe_gate_capacity(0, cfg->num_experts, cfg->top_k, cfg->capacity_factor, cfg->min_capacity, &capacity));
   pmoe_status status =

@@ -1,5 +1,5 @@
-/* Context: one rank's back end, threads, memory and log. No state is global; any number of contexts may live in a process.
- * A context, and everything made from it, is used by one thread at a time. */
+/* Context: one rank's back end, threads, memory and log. No state is global; any number of contexts may live in a
+ * process. A context, and everything made from it, is used by one thread at a time. */
 #ifndef PMOE_CTX_H
 #define PMOE_CTX_H
 #include <pmoe/types.h>
@@ -12,9 +12,9 @@ typedef enum pmoe_log_level { PMOE_LOG_ERROR, PMOE_LOG_WARN, PMOE_LOG_INFO } pmo
 extern "C" {
 #endif
 
-/* The host's memory. Every byte the library takes while a context lives comes from here. `align` is a power of two up to
- * 4096. alloc returns NULL when out of memory; release gets the same bytes, kind and stream back. Called from the thread
- * that calls the library. */
+/* The host's memory. Every byte the library takes while a context lives comes from here. `align` is a power of two up
+ * to 4096. alloc returns NULL when out of memory; release gets the same bytes, kind and stream back. Called from the
+ * thread that calls the library. */
 typedef struct pmoe_allocator {
   size_t size;
   void *user;
@@ -42,9 +42,9 @@ PMOE_API pmoe_status pmoe_ctx_create(const pmoe_ctx_config *cfg, pmoe_ctx **out)
 /* NULL is allowed. Objects made from the context keep it alive until they are destroyed too. */
 PMOE_API void pmoe_ctx_destroy(pmoe_ctx *ctx);
 
-/* Hands over memory for temporaries (64-byte aligned, borrowed until the context ends or the call is made again with NULL).
- * Step functions then allocate no scratch as long as it suffices (see pmoe_layer_scratch_bytes); a call that needs more takes
- * the rest from the allocator. ERR_STATE while a call that uses scratch is unfinished. */
+/* Hands over memory for temporaries (64-byte aligned, borrowed until the context ends or the call is made again with
+ * NULL). Step functions then allocate no scratch as long as it suffices (see pmoe_layer_scratch_bytes); a call that
+ * needs more takes the rest from the allocator. ERR_STATE while a call that uses scratch is unfinished. */
 PMOE_API pmoe_status pmoe_ctx_set_scratch(pmoe_ctx *ctx, void *mem, size_t bytes);
 
 /* What the context holds from its allocator now and at most since the last reset, and how often it asked. */

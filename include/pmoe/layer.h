@@ -1,7 +1,7 @@
 /* A Mixture-of-Experts layer: router, exchange, experts and dense branch behind one forward and one backward.
  *
- * layer: parameters and configuration, long-lived. stash: what one forward keeps for its backward, one per micro-batch in
- * flight; forward of the next micro-batch may come before backward of this one as long as each has its own stash. */
+ * layer: parameters and configuration, long-lived. stash: what one forward keeps for its backward, one per micro-batch
+ * in flight; forward of the next micro-batch may come before backward of this one as long as each has its own stash. */
 #ifndef PMOE_LAYER_H
 #define PMOE_LAYER_H
 #include <pmoe/a2a.h>
@@ -32,33 +32,38 @@ typedef struct pmoe_stash_config {
 extern "C" {
 #endif
 
-/* Collective over the topology's stage: the configuration is compared, and a difference refused on every rank with the field and
- * the two ranks (ERR_MISMATCH). topology NULL: this rank alone. */
-PMOE_API pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe_layer_config *cfg, pmoe_layer **out);
+/* Collective over the topology's stage: the configuration is compared, and a difference refused on every rank with the
+ * field and the two ranks (ERR_MISMATCH). topology NULL: this rank alone. */
+PMOE_API pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe_layer_config *cfg,
+                                       pmoe_layer **out);
 /* Not collective; NULL is allowed. Stashes keep what they need of the layer. */
 PMOE_API void pmoe_layer_destroy(pmoe_layer *layer);
 
 /* Bytes of memory a stash needs. ERR_ARG if R has no bound (eager with neither bound given). */
 PMOE_API pmoe_status pmoe_stash_bytes(const pmoe_layer *layer, const pmoe_stash_config *cfg, size_t *bytes);
-/* mem (64-byte aligned, `bytes` of it) is borrowed; NULL: from the context's allocator. A stash without a bound on R takes its row
- * memory in forward, from the allocator, when more rows come than ever before; every other stash allocates here only. */
-PMOE_API pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *cfg, void *mem, size_t bytes, pmoe_stash **out);
+/* mem (64-byte aligned, `bytes` of it) is borrowed; NULL: from the context's allocator. A stash without a bound on R
+ * takes its row memory in forward, from the allocator, when more rows come than ever before; every other stash
+ * allocates here only. */
+PMOE_API pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *cfg, void *mem, size_t bytes,
+                                       pmoe_stash **out);
 PMOE_API void pmoe_stash_destroy(pmoe_stash *stash);
-/* Scratch that forward and backward of this stash's sizes need at most (see pmoe_ctx_set_scratch); layers share one scratch. */
+/* Scratch that forward and backward of this stash's sizes need at most (see pmoe_ctx_set_scratch); layers share one
+ * scratch. */
 PMOE_API pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmoe_stash_config *cfg, size_t *bytes);
 
-/* Collective over the layer's EP group. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on each rank and T = 0 included.
- * x is borrowed until the backward of this stash is done and must keep its values; y must not overlap x. step NULL: evaluation, no mask.
- * An argument error on one rank is returned there and makes the peers' call fail with ERR_COMM; outputs stay untouched then. */
-PMOE_API pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, pmoe_mat *y,
-                                        pmoe_stream stream);
+/* Collective over the layer's EP group. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on each rank and
+ * T = 0 included. x is borrowed until the backward of this stash is done and must keep its values; y must not overlap
+ * x. step NULL: evaluation, no mask. An argument error on one rank is returned there and makes the peers' call fail
+ * with ERR_COMM; outputs stay untouched then. */
+PMOE_API pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                                        pmoe_mat *y, pmoe_stream stream);
 
-/* Collective over the layer's EP group (WEIGHT: local). dy, dx [T,H]; dx is written. Parameter gradients are added to: unscaled sums over
- * this rank's tokens (experts: over all tokens that reached them). loss_scale multiplies the gradients of the aux and z losses; use
- * what turns this rank's mean losses into the units of dy. WEIGHT needs dy unchanged since INPUT and ignores dx (may be NULL).
- * ERR_STATE without a forward to go back from. */
-PMOE_API pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss_scale, const pmoe_mat *dy, pmoe_mat *dx,
-                                         pmoe_bwd which, pmoe_stream stream);
+/* Collective over the layer's EP group (WEIGHT: local). dy, dx [T,H]; dx is written. Parameter gradients are added to:
+ * unscaled sums over this rank's tokens (experts: over all tokens that reached them). loss_scale multiplies the
+ * gradients of the aux and z losses; use what turns this rank's mean losses into the units of dy. WEIGHT needs dy
+ * unchanged since INPUT and ignores dx (may be NULL). ERR_STATE without a forward to go back from. */
+PMOE_API pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss_scale, const pmoe_mat *dy,
+                                         pmoe_mat *dx, pmoe_bwd which, pmoe_stream stream);
 
 /* The routing of the latest forward; arrays are borrowed until the next one. */
 PMOE_API pmoe_status pmoe_stash_routing(const pmoe_stash *stash, pmoe_routing *out);

@@ -5,15 +5,15 @@
 
 typedef struct pmoe_metrics {
   size_t size;
-  int64_t tokens, masked;      /* T, masked tokens */
-  int64_t routed, dropped;     /* choices with and without a slot */
-  int64_t nonfinite;           /* tokens with a NaN or infinite logit */
-  int64_t recv_rows;           /* R */
-  int64_t bytes_sent;          /* to other ranks, in all movements since forward began */
-  int64_t saved_bytes;         /* what the stash keeps for backward at this T and R */
-  float aux_loss, z_loss;      /* of this rank's micro-batch, with their coefficients */
-  float load_max_over_mean;    /* of this rank's choices per expert */
-  float entropy;               /* of the same, in nats; ln E is balanced */
+  int64_t tokens, masked;   /* T, masked tokens */
+  int64_t routed, dropped;  /* choices with and without a slot */
+  int64_t nonfinite;        /* tokens with a NaN or infinite logit */
+  int64_t recv_rows;        /* R */
+  int64_t bytes_sent;       /* to other ranks, in all movements since forward began */
+  int64_t saved_bytes;      /* what the stash keeps for backward at this T and R */
+  float aux_loss, z_loss;   /* of this rank's micro-batch, with their coefficients */
+  float load_max_over_mean; /* of this rank's choices per expert */
+  float entropy;            /* of the same, in nats; ln E is balanced */
   float ms_gate, ms_plan, ms_dispatch, ms_experts, ms_residual, ms_combine; /* forward, host clock */
   float ms_backward;                                                        /* all parts that have run */
 } pmoe_metrics;

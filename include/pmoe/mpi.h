@@ -11,8 +11,9 @@ extern "C" {
 /* Use pmoe_comm_from_mpi. handle points to an MPI_Comm of handle_bytes bytes. */
 PMOE_API pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out);
 
-/* Collective over mpi_comm, which is duplicated: the host's own is borrowed for this call and keeps its traffic to itself.
- * MPI must be initialised, and not finalised before pmoe_comm_destroy. ERR_UNSUPPORTED if pmoe was built without MPI. */
+/* Collective over mpi_comm, which is duplicated: the host's own is borrowed for this call and keeps its traffic to
+ * itself. MPI must be initialised, and not finalised before pmoe_comm_destroy. ERR_UNSUPPORTED if pmoe was built
+ * without MPI. */
 static inline pmoe_status pmoe_comm_from_mpi(pmoe_ctx *ctx, MPI_Comm mpi_comm, pmoe_comm **out) {
   return pmoe_comm_from_mpi_handle(ctx, &mpi_comm, sizeof mpi_comm, out);
 }

@@ -1,5 +1,5 @@
-/* A layer's parameters and gradients. Data and gradients belong to the host: it binds them at any time between calls (just before
- * use, for ZeRO-3 or FSDP) and runs its own optimizer. */
+/* A layer's parameters and gradients. Data and gradients belong to the host: it binds them at any time between calls
+ * (just before use, for ZeRO-3 or FSDP) and runs its own optimizer. */
 #ifndef PMOE_PARAMS_H
 #define PMOE_PARAMS_H
 #include <pmoe/types.h>
@@ -34,16 +34,16 @@ PMOE_API pmoe_status pmoe_layer_param(const pmoe_layer *layer, int32_t index, pm
 /* Borrowed until bound again. NULL unbinds; a call that needs an unbound pointer returns ERR_STATE and names it. */
 PMOE_API pmoe_status pmoe_layer_bind_param(pmoe_layer *layer, int32_t index, void *data, void *grad);
 
-/* Fills the bound data: weights normal(0, std), biases 0. A number depends on seed, layer_id, parameter, global expert id and place
- * alone, so that any layout starts with the same model. */
+/* Fills the bound data: weights normal(0, std), biases 0. A number depends on seed, layer_id, parameter, global expert
+ * id and place alone, so that any layout starts with the same model. */
 PMOE_API pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std);
 
-/* Sums each bound gradient over its reduce_group and multiplies it by scale (the same for dense and experts: 1/global tokens, or
- * 1/(dp cp micro-batches) for mean losses). Collective over the stage. */
+/* Sums each bound gradient over its reduce_group and multiplies it by scale (the same for dense and experts: 1/global
+ * tokens, or 1/(dp cp micro-batches) for mean losses). Collective over the stage. */
 PMOE_API pmoe_status pmoe_layer_reduce_grads(pmoe_layer *layer, float scale, pmoe_stream stream);
 
-/* Sum of squares of the whole layer's gradient after reduce_grads: every expert once, dense parameters once; the same on all ranks of
- * the EP group. Add it over layers (and pipeline stages), take the root. Collective over EP. */
+/* Sum of squares of the whole layer's gradient after reduce_grads: every expert once, dense parameters once; the same
+ * on all ranks of the EP group. Add it over layers (and pipeline stages), take the root. Collective over EP. */
 PMOE_API pmoe_status pmoe_layer_grad_sumsq(pmoe_layer *layer, double *out, pmoe_stream stream);
 
 #ifdef __cplusplus

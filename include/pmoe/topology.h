@@ -1,5 +1,5 @@
-/* Topology: which ranks share experts (EP) and which hold copies of the same experts (EDP), derived from sizes or taken from
- * the host's own groups. Layers ask it for their groups; layers with the same EP size share communicators. */
+/* Topology: which ranks share experts (EP) and which hold copies of the same experts (EDP), derived from sizes or taken
+ * from the host's own groups. Layers ask it for their groups; layers with the same EP size share communicators. */
 #ifndef PMOE_TOPOLOGY_H
 #define PMOE_TOPOLOGY_H
 #include <pmoe/types.h>
@@ -22,33 +22,38 @@ typedef struct pmoe_rank_lists {
   int32_t *ranks; /* [num_groups * group_size], world entries */
 } pmoe_rank_lists;
 
-/* Pure arithmetic, no communicator. group is a dense one ("tp" "cp" "dp" "pp" "dp_cp" "tp_cp" "tp_dp" "tp_dp_cp" "mp") or an
- * expert one ("ep" "expt_tp" "expt_dp" "tp_ep" "tp_ep_pp"). The dense grid is (tp, cp, dp, pp); the expert grid uses the same
- * order with tp -> etp, cp -> 1 and dp -> edp. Rule: Megatron-LM megatron/core/parallel_state.py.
+/* Pure arithmetic, no communicator. group is a dense one ("tp" "cp" "dp" "pp" "dp_cp" "tp_cp" "tp_dp" "tp_dp_cp" "mp")
+ * or an expert one ("ep" "expt_tp" "expt_dp" "tp_ep" "tp_ep_pp"). The dense grid is (tp, cp, dp, pp); the expert grid
+ * uses the same order with tp -> etp, cp -> 1 and dp -> edp. Rule: Megatron-LM megatron/core/parallel_state.py.
  * out->ranks must have room for `world` entries. ERR_ARG for sizes or orders that form no grid, with the reason. */
-PMOE_API pmoe_status pmoe_topology_ranks(int32_t world, const pmoe_topology_config *cfg, const char *group, pmoe_rank_lists *out);
+PMOE_API pmoe_status pmoe_topology_ranks(int32_t world, const pmoe_topology_config *cfg, const char *group,
+                                         pmoe_rank_lists *out);
 
-/* Collective over world. Ranks of one pipeline stage see different tokens unless they share a TP group. cfg NULL: all ranks
- * data parallel, ep = 1. tp > 1 and etp > 1 are refused with ERR_UNSUPPORTED. World must outlive nothing: what is needed is kept. */
-PMOE_API pmoe_status pmoe_topology_create(pmoe_ctx *ctx, pmoe_comm *world, const pmoe_topology_config *cfg, pmoe_topology **out);
+/* Collective over world. Ranks of one pipeline stage see different tokens unless they share a TP group. cfg NULL: all
+ * ranks data parallel, ep = 1. tp > 1 and etp > 1 are refused with ERR_UNSUPPORTED. World must outlive nothing: what is
+ * needed is kept. */
+PMOE_API pmoe_status pmoe_topology_create(pmoe_ctx *ctx, pmoe_comm *world, const pmoe_topology_config *cfg,
+                                          pmoe_topology **out);
 
-/* The host's own groups, borrowed until the topology ends. dense_dp: the ranks of this stage that see different tokens. Inside it
- * the ep groups must be a partition, and each expert_dp group must hold exactly one rank of each ep group, at the same place in
- * every one. Collective over dense_dp: checked, and refused with the two ranks that disagree (ERR_MISMATCH). */
+/* The host's own groups, borrowed until the topology ends. dense_dp: the ranks of this stage that see different tokens.
+ * Inside it the ep groups must be a partition, and each expert_dp group must hold exactly one rank of each ep group, at
+ * the same place in every one. Collective over dense_dp: checked, and refused with the two ranks that disagree
+ * (ERR_MISMATCH). */
 typedef struct pmoe_groups {
   size_t size;
   pmoe_comm *ep, *expert_dp, *dense_dp;
 } pmoe_groups;
 PMOE_API pmoe_status pmoe_topology_from_groups(pmoe_ctx *ctx, const pmoe_groups *groups, pmoe_topology **out);
 
-/* Collective over the stage the first time a size is asked for. The two groups of a layer whose expert-parallel size is `ep`
- * (0: the topology's own), borrowed; later calls with the same size give the same communicators. A topology made from the
- * host's groups knows its own size only, and 1. ep must divide the size of dense_dp. Any of the outputs may be NULL. */
-PMOE_API pmoe_status pmoe_topology_groups(pmoe_topology *topology, int32_t ep, pmoe_comm **ep_comm, pmoe_comm **expert_dp,
-                                          pmoe_comm **dense_dp);
+/* Collective over the stage the first time a size is asked for. The two groups of a layer whose expert-parallel size is
+ * `ep` (0: the topology's own), borrowed; later calls with the same size give the same communicators. A topology made
+ * from the host's groups knows its own size only, and 1. ep must divide the size of dense_dp. Any of the outputs may be
+ * NULL. */
+PMOE_API pmoe_status pmoe_topology_groups(pmoe_topology *topology, int32_t ep, pmoe_comm **ep_comm,
+                                          pmoe_comm **expert_dp, pmoe_comm **dense_dp);
 
-/* Experts are owned in contiguous blocks of global ids whose sizes differ by at most one, larger blocks first; a block may be
- * empty. Block `rank` of num_experts over ep ranks. */
+/* Experts are owned in contiguous blocks of global ids whose sizes differ by at most one, larger blocks first; a block
+ * may be empty. Block `rank` of num_experts over ep ranks. */
 PMOE_API pmoe_status pmoe_expert_block(int32_t num_experts, int32_t ep, int32_t rank, int32_t *first, int32_t *count);
 
 /* NULL is allowed. Layers made from it keep what they need. */

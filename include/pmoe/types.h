@@ -59,23 +59,28 @@ typedef struct pmoe_residual pmoe_residual;
 typedef struct pmoe_layer pmoe_layer;
 typedef struct pmoe_stash pmoe_stash;
 
-/* Which half of a backward pass to run. INPUT gives the gradients that the previous layer waits for, WEIGHT the parameter
- * gradients, and may come any time later (zero-bubble pipeline schedules); ALL is both in one call. */
+/* Which half of a backward pass to run. INPUT gives the gradients that the previous layer waits for, WEIGHT the
+ * parameter gradients, and may come any time later (zero-bubble pipeline schedules); ALL is both in one call. */
 typedef enum pmoe_bwd { PMOE_BWD_ALL, PMOE_BWD_INPUT, PMOE_BWD_WEIGHT } pmoe_bwd;
 
-/* Every configuration struct starts with `size_t size`. PMOE_CONFIG_INIT(T) sets it and zeroes the rest; a zero field means
- * its default. Fields are only ever appended. A struct from a newer header is accepted when its unknown tail is zero, and
- * refused with PMOE_ERR_VERSION otherwise. */
+/* Every configuration struct starts with `size_t size`. PMOE_CONFIG_INIT(T) sets it and zeroes the rest; a zero field
+ * means its default. Fields are only ever appended. A struct from a newer header is accepted when its unknown tail is
+ * zero, and refused with PMOE_ERR_VERSION otherwise. */
 #ifdef __cplusplus
 #define PMOE_CONFIG_INIT(T)                                                                                            \
-  { sizeof(T) }
+  ([] {                                                                                                                \
+    T pmoe_config_{};                                                                                                  \
+    pmoe_config_.size = sizeof(T);                                                                                     \
+    return pmoe_config_;                                                                                               \
+  }())
 extern "C" {
 #else
 #define PMOE_CONFIG_INIT(T)                                                                                            \
   { .size = sizeof(T) }
 #endif
 
-/* "PMOE_ERR_ARG" and "invalid argument"; for a value outside the enum "PMOE_UNKNOWN" and "unknown status". Static strings. */
+/* "PMOE_ERR_ARG" and "invalid argument"; for a value outside the enum "PMOE_UNKNOWN" and "unknown status". Static
+ * strings. */
 PMOE_API const char *pmoe_status_name(pmoe_status status);
 PMOE_API const char *pmoe_status_text(pmoe_status status);
 

@@ -1,12 +1,12 @@
 /* Ground floor: status, growing structs, scratch, random numbers, dtypes. */
+#include <pmoe/pmoe.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <cmocka.h>
-#include <pmoe/pmoe.h>
 #include <stdlib.h>
 #include <string.h>
+#include <cmocka.h>
 
 #include "core/config.h"
 #include "core/ctx.h"
@@ -51,7 +51,10 @@ static void test_structs_grow(void **state) {
   assert_int_equal(pmoe_ctx_create(&none, &ctx), PMOE_ERR_ARG);
   assert_non_null(strstr(pmoe_last_error(), "size"));
 
-  struct { pmoe_memory known; int64_t extra; } out = {.known.size = sizeof out, .extra = 5};
+  struct {
+    pmoe_memory known;
+    int64_t extra;
+  } out = {.known.size = sizeof out, .extra = 5};
   pmoe_memory source = {sizeof source, 1, 2, 3};
   assert_int_equal(PMOEI_STRUCT_WRITE(&out, &source), PMOE_OK);
   assert_int_equal(out.known.allocations, 3);
@@ -179,14 +182,10 @@ static void test_context_arguments(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_status_names),
-      cmocka_unit_test(test_error_may_quote_itself),
-      cmocka_unit_test(test_structs_grow),
-      cmocka_unit_test(test_scratch_settles_in_one_block),
-      cmocka_unit_test(test_arena_saturates),
-      cmocka_unit_test(test_philox_known_answers),
-      cmocka_unit_test(test_bf16_rounding),
-      cmocka_unit_test(test_parallel_runs_each_task_once),
+      cmocka_unit_test(test_status_names),      cmocka_unit_test(test_error_may_quote_itself),
+      cmocka_unit_test(test_structs_grow),      cmocka_unit_test(test_scratch_settles_in_one_block),
+      cmocka_unit_test(test_arena_saturates),   cmocka_unit_test(test_philox_known_answers),
+      cmocka_unit_test(test_bf16_rounding),     cmocka_unit_test(test_parallel_runs_each_task_once),
       cmocka_unit_test(test_context_arguments),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

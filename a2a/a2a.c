@@ -1,0 +1,88 @@
+#include "a2a/a2a.h"
+
+#include <inttypes.h>
+
+#include "core/check.h"
+#include "core/config.h"
+#include "pmoe/topology.h"
+
+static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, int32_t num_experts, int32_t nranks) {
+  PMOEI_REQUIRE((int)cfg->sizing == PMOE_SIZING_EAGER || (int)cfg->sizing == PMOE_SIZING_FIXED,
+                "cfg->sizing is %d; a pmoe_sizing was expected", (int)cfg->sizing);
+  PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
+                "cfg->max_recv_rows is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_recv_rows, PMOEI_MAX_ROWS);
+  PMOEI_REQUIRE(cfg->max_tokens >= 0 && cfg->max_tokens <= PMOEI_MAX_ROWS,
+                "cfg->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_tokens, PMOEI_MAX_ROWS);
+  if (cfg->sizing == PMOE_SIZING_EAGER) return PMOE_OK;
+  PMOEI_REQUIRE(cfg->max_tokens > 0, "cfg->max_tokens is 0; fixed sizing needs the largest token count of any rank");
+  PMOEI_REQUIRE(capacity > 0 || cfg->max_recv_rows > 0,
+                "cfg->max_recv_rows is 0; fixed sizing without a capacity factor needs a bound on the rows received");
+  PMOEI_REQUIRE(cfg->max_recv_rows == 0 || cfg->max_recv_rows >= nranks,
+                "cfg->max_recv_rows is %" PRId64 "; at least one row for each of the %d source ranks was expected",
+                cfg->max_recv_rows, nranks);
+  PMOEI_REQUIRE(cfg->max_recv_rows > 0 || capacity <= PMOEI_MAX_ROWS / nranks / num_experts,
+                "capacity_per_expert is %" PRId64 "; at most %" PRId64 " was expected for %d ranks and %d experts",
+                capacity, PMOEI_MAX_ROWS / nranks / num_experts, nranks, num_experts);
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_dtype dtype, int32_t num_experts,
+                            int64_t capacity_per_expert, const pmoe_a2a_config *config, pmoe_a2a **out) {
+  PMOEI_REQUIRE_POINTER(ctx);
+  PMOEI_REQUIRE_POINTER(ep);
+  PMOEI_REQUIRE_POINTER(out);
+  PMOEI_REQUIRE(hidden > 0, "hidden is %d; 1 or more was expected", hidden);
+  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %s; float32 or bfloat16 was expected",
+                pmoe_dtype_name(dtype));
+  PMOEI_REQUIRE(num_experts > 0, "num_experts is %d; 1 or more was expected", num_experts);
+  PMOEI_REQUIRE(capacity_per_expert >= 0, "capacity_per_expert is %" PRId64 "; 0 or more was expected",
+                capacity_per_expert);
+  pmoe_a2a_config cfg = PMOE_CONFIG_INIT(pmoe_a2a_config);
+  if (config) PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
+  PMOEI_TRY(check_config(&cfg, capacity_per_expert, num_experts, ep->nranks));
+
+  pmoe_a2a *a2a;
+  PMOEI_TRY(pmoei_alloc(ctx, sizeof *a2a, "a2a", &a2a));
+  a2a->record_bytes = sizeof(pmoei_count_record) + (size_t)num_experts * sizeof(int64_t);
+  pmoe_status status = pmoei_alloc(ctx, a2a->record_bytes * ((size_t)ep->nranks + 1), "a2a counts", &a2a->records);
+  if (status != PMOE_OK) {
+    pmoei_free(ctx, a2a, sizeof *a2a);
+    return status;
+  }
+  a2a->ctx = ctx;
+  a2a->ep = ep;
+  a2a->rows_ops = &pmoei_rows_cpu;
+  a2a->refs = 1;
+  a2a->hidden = hidden;
+  a2a->num_experts = num_experts;
+  a2a->dtype = dtype;
+  a2a->cfg = cfg;
+  a2a->capacity = capacity_per_expert;
+  (void)pmoe_expert_block(num_experts, ep->nranks, ep->rank, &a2a->first_expert, &a2a->num_local);
+  pmoei_ctx_retain(ctx);
+  pmoei_comm_retain(ep);
+  *out = a2a;
+  return PMOE_OK;
+}
+
+void pmoei_a2a_retain(pmoe_a2a *a2a) { a2a->refs++; }
+
+void pmoei_a2a_release(pmoe_a2a *a2a) {
+  if (--a2a->refs > 0) return;
+  pmoe_ctx *ctx = a2a->ctx;
+  pmoei_free(ctx, a2a->records, a2a->record_bytes * ((size_t)a2a->ep->nranks + 1));
+  pmoei_comm_release(a2a->ep);
+  pmoei_free(ctx, a2a, sizeof *a2a);
+  pmoei_ctx_release(ctx);
+}
+
+void pmoe_a2a_destroy(pmoe_a2a *a2a) {
+  if (a2a) pmoei_a2a_release(a2a);
+}
+
+int64_t pmoei_a2a_bucket(const pmoe_a2a *a2a, int32_t to) {
+  if (a2a->cfg.max_recv_rows > 0) return a2a->cfg.max_recv_rows / a2a->ep->nranks;
+  int32_t first, count;
+  (void)pmoe_expert_block(a2a->num_experts, a2a->ep->nranks, to, &first, &count);
+  return a2a->capacity * count;
+}

@@ -1,0 +1,209 @@
+#include "a2a/transport.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "core/arena.h"
+
+/* Measures (base NULL) or carves a communicator's block. */
+static void lay_out(pmoei_arena *arena, int32_t nranks, size_t state_bytes, pmoe_comm *comm) {
+  pmoei_take(arena, 1, sizeof *comm);
+  int64_t *rows = pmoei_take(arena, (int64_t)4 * nranks, sizeof *rows);
+  pmoei_outcome *outcomes = pmoei_take(arena, nranks, sizeof *outcomes);
+  void *state = pmoei_take(arena, (int64_t)state_bytes, 1);
+  if (!comm) return;
+  comm->rows = rows;
+  comm->outcomes = outcomes;
+  comm->state = state_bytes > 0 ? state : NULL;
+}
+
+pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks, size_t state_bytes,
+                           pmoe_comm **out) {
+  pmoei_arena measure = {NULL, 0};
+  lay_out(&measure, nranks, state_bytes, NULL);
+  pmoe_comm *comm = NULL;
+  PMOEI_TRY(pmoei_alloc(ctx, measure.used, "communicator", &comm));
+  pmoei_arena carve = {(char *)comm, 0};
+  lay_out(&carve, nranks, state_bytes, comm);
+  comm->transport = transport;
+  comm->ctx = ctx;
+  comm->rank = rank;
+  comm->nranks = nranks;
+  comm->refs = 1;
+  comm->bytes = measure.used;
+  pmoei_ctx_retain(ctx);
+  *out = comm;
+  return PMOE_OK;
+}
+
+void pmoei_comm_retain(pmoe_comm *comm) { comm->refs++; }
+
+void pmoei_comm_release(pmoe_comm *comm) {
+  if (!comm || --comm->refs > 0) return;
+  pmoe_ctx *ctx = comm->ctx;
+  if (comm->num_flying > 0) pmoei_comm_fail(comm, PMOE_ERR_COMM, "it ended its communicator with an exchange under way");
+  comm->transport->destroy(comm);
+  pmoei_free(ctx, comm, comm->bytes);
+  pmoei_ctx_release(ctx);
+}
+
+void pmoe_comm_destroy(pmoe_comm *comm) { pmoei_comm_release(comm); }
+
+static pmoe_status ready(const pmoe_comm *comm) {
+  return comm->failed == PMOE_OK ? PMOE_OK : pmoei_error(comm->failed, "%s", comm->why);
+}
+
+static pmoe_status remember(pmoe_comm *comm, pmoe_status status) {
+  if (status != PMOE_OK && comm->failed == PMOE_OK) {
+    comm->failed = status;
+    snprintf(comm->why, sizeof comm->why, "%s", pmoe_last_error());
+  }
+  return status;
+}
+
+pmoe_status pmoei_allgather(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each) {
+  PMOEI_TRY(ready(comm));
+  return remember(comm, comm->transport->allgather(comm, what, src, dst, bytes_each));
+}
+
+pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type) {
+  PMOEI_TRY(ready(comm));
+  return remember(comm, comm->transport->allreduce(comm, what, inout, n, type));
+}
+
+pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange) {
+  PMOEI_TRY(ready(comm));
+  if (comm->num_flying == PMOEI_MAX_EXCHANGES)
+    return pmoei_error(PMOE_ERR_STATE, "%s: %d exchanges are under way; finish one first", exchange->what, PMOEI_MAX_EXCHANGES);
+  PMOEI_TRY(remember(comm, comm->transport->exchange_start(comm, exchange)));
+  comm->flying[(comm->oldest + comm->num_flying++) % PMOEI_MAX_EXCHANGES] = exchange;
+  return PMOE_OK;
+}
+
+pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange) {
+  PMOEI_TRY(ready(comm));
+  if (comm->num_flying == 0 || comm->flying[comm->oldest] != exchange)
+    return pmoei_error(PMOE_ERR_STATE, "%s: finished out of order; exchanges finish in the order of starting", exchange->what);
+  comm->oldest = (comm->oldest + 1) % PMOEI_MAX_EXCHANGES;
+  comm->num_flying--;
+  return remember(comm, comm->transport->exchange_finish(comm, exchange));
+}
+
+static void mark_failed(pmoe_comm *comm, pmoe_status status, const char *why) {
+  if (comm->failed != PMOE_OK) return;
+  comm->failed = status;
+  snprintf(comm->why, sizeof comm->why, "%s", why);
+  comm->num_flying = 0;
+  comm->transport->fail(comm, comm->why);
+}
+
+pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why) {
+  char last[sizeof comm->why];
+  snprintf(last, sizeof last, "%s", pmoe_last_error());
+  /* A rank alone leaves no peer waiting: its next call may well succeed. */
+  if (comm->nranks > 1) mark_failed(comm, status, why ? why : last);
+  return pmoei_error(status, "%s", last);
+}
+
+void pmoe_comm_abort(pmoe_comm *comm, const char *why) {
+  if (!comm) return;
+  char reason[sizeof comm->why];
+  snprintf(reason, sizeof reason, "it gave up: %s", why ? why : "no reason given");
+  mark_failed(comm, PMOE_ERR_COMM, reason);
+}
+
+int32_t pmoe_comm_rank(const pmoe_comm *comm) { return comm ? comm->rank : -1; }
+int32_t pmoe_comm_size(const pmoe_comm *comm) { return comm ? comm->nranks : 0; }
+const char *pmoe_comm_transport(const pmoe_comm *comm) { return comm ? comm->transport->name : "none"; }
+
+pmoe_status pmoe_comm_barrier(pmoe_comm *comm) {
+  PMOEI_REQUIRE_POINTER(comm);
+  PMOEI_TRY(ready(comm));
+  return remember(comm, comm->transport->barrier(comm, __func__));
+}
+
+static pmoe_status check_allgather(const pmoe_comm *comm, const void *src, const void *dst, size_t bytes_each) {
+  if (bytes_each > 0) {
+    PMOEI_REQUIRE_POINTER(src);
+    PMOEI_REQUIRE_POINTER(dst);
+  }
+  PMOEI_REQUIRE(bytes_each <= (size_t)INT64_MAX / (size_t)comm->nranks, "bytes_each is %zu; %d times that exceeds 64 bits", bytes_each,
+                comm->nranks);
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_comm_allgather(pmoe_comm *comm, const void *src, void *dst, size_t bytes_each) {
+  PMOEI_REQUIRE_POINTER(comm);
+  PMOEI_TRY(pmoei_comm_agree(comm, __func__, check_allgather(comm, src, dst, bytes_each)));
+  return pmoei_allgather(comm, __func__, src, dst, bytes_each);
+}
+
+static pmoe_status check_allreduce(const void *inout, int64_t n, pmoe_dtype dtype) {
+  PMOEI_REQUIRE(n >= 0, "n is %lld; 0 or more was expected", (long long)n);
+  if (n > 0) PMOEI_REQUIRE_POINTER(inout);
+  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %d (%s); PMOE_F32 or PMOE_BF16 was expected", (int)dtype,
+                pmoe_dtype_name(dtype));
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_comm_allreduce(pmoe_comm *comm, void *inout, int64_t n, pmoe_dtype dtype) {
+  PMOEI_REQUIRE_POINTER(comm);
+  PMOEI_TRY(pmoei_comm_agree(comm, __func__, check_allreduce(inout, n, dtype)));
+  return pmoei_allreduce(comm, __func__, inout, n, dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16);
+}
+
+typedef struct split_entry {
+  int32_t color, key;
+} split_entry;
+
+/* Ranks of this rank's colour by key, then by rank. ranks has room for every one. */
+static pmoei_subgroup choose(const pmoe_comm *comm, const split_entry *entries, int32_t *ranks) {
+  split_entry mine = entries[comm->rank];
+  pmoei_subgroup group = {.color = mine.color, .key = mine.key, .ranks = ranks};
+  for (int32_t p = 0; p < comm->nranks && mine.color >= 0; p++) {
+    if (entries[p].color != mine.color) continue;
+    int32_t at = group.size++;
+    for (; at > 0 && entries[ranks[at - 1]].key > entries[p].key; at--) ranks[at] = ranks[at - 1];
+    ranks[at] = p;
+  }
+  for (int32_t i = 0; i < group.size; i++)
+    if (ranks[i] == comm->rank) group.rank = i;
+  return group;
+}
+
+/* All ranks get their communicator or none does. */
+static pmoe_status split(pmoe_comm *comm, const char *what, split_entry mine, void *room, pmoe_comm **out) {
+  split_entry *entries = room;
+  int32_t *ranks = (int32_t *)(entries + comm->nranks);
+  PMOEI_TRY(pmoei_allgather(comm, what, &mine, entries, sizeof mine));
+  pmoei_subgroup group = choose(comm, entries, ranks);
+  pmoe_comm *child = NULL;
+  pmoe_status status = comm->transport->split(comm, &group, &child);
+  status = pmoei_comm_agree(comm, what, status);
+  if (status == PMOE_OK) *out = child;
+  else pmoei_comm_release(child);
+  return status;
+}
+
+pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_comm **out) {
+  PMOEI_REQUIRE_POINTER(comm);
+  void *room = NULL;
+  int32_t frame = -1;
+  pmoe_status status = out ? PMOE_OK : pmoei_error(PMOE_ERR_ARG, "out is NULL; a pointer was expected");
+  if (status == PMOE_OK)
+    status = pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
+  status = pmoei_comm_agree(comm, __func__, status);
+  if (status == PMOE_OK) status = split(comm, __func__, (split_entry){color, key}, room, out);
+  if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);
+  return status;
+}
+
+#ifndef PMOE_WITH_MPI
+/* pmoe/mpi.h needs mpi.h, which is not here. */
+PMOE_API pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out);
+
+pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out) {
+  (void)ctx, (void)handle, (void)handle_bytes, (void)out;
+  return pmoei_error(PMOE_ERR_UNSUPPORTED, "pmoe_comm_from_mpi: this library was built without MPI");
+}
+#endif

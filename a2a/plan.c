@@ -1,0 +1,236 @@
+/* Plans: who sends how many rows to whom, and where they lie. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "a2a/a2a.h"
+#include "core/check.h"
+#include "core/config.h"
+#include "pmoe/topology.h"
+
+static const char count_exchange[] = "pmoe: row counts";
+
+static void lay_out_plan(pmoei_arena *arena, pmoe_plan *plan) {
+  const pmoe_a2a *a2a = plan->a2a;
+  int64_t ranks = a2a->ep->nranks, local = a2a->num_local;
+  plan->first_row = pmoei_take(arena, a2a->num_experts, sizeof(int64_t));
+  plan->send_first = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->send_count = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->recv_first = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->recv_count = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->send_real = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->recv_real = pmoei_take(arena, ranks, sizeof(int64_t));
+  plan->own_rows = pmoei_take(arena, a2a->num_experts, sizeof(int64_t));
+  plan->expert_rows = pmoei_take(arena, local, sizeof(int64_t));
+  plan->runs = pmoei_take(arena, local * ranks, sizeof(pmoei_row_run));
+  plan->back_runs = pmoei_take(arena, local * ranks, sizeof(pmoei_row_run));
+}
+
+pmoe_status pmoe_plan_create(pmoe_a2a *a2a, pmoe_plan **out) {
+  PMOEI_REQUIRE_POINTER(a2a);
+  PMOEI_REQUIRE_POINTER(out);
+  pmoe_plan *plan;
+  PMOEI_TRY(pmoei_alloc(a2a->ctx, sizeof *plan, "plan", &plan));
+  plan->a2a = a2a;
+  plan->move.scratch = -1;
+  pmoei_arena measure = {NULL, 0};
+  lay_out_plan(&measure, plan);
+  plan->bytes = measure.used;
+  pmoe_status status = pmoei_alloc(a2a->ctx, plan->bytes, "plan arrays", &plan->block);
+  if (status != PMOE_OK) {
+    pmoei_free(a2a->ctx, plan, sizeof *plan);
+    return status;
+  }
+  lay_out_plan(&(pmoei_arena){plan->block, 0}, plan);
+  pmoei_a2a_retain(a2a);
+  *out = plan;
+  return PMOE_OK;
+}
+
+void pmoe_plan_destroy(pmoe_plan *plan) {
+  if (!plan) return;
+  pmoe_a2a *a2a = plan->a2a;
+  if (plan->move.motion != PMOEI_MOTION_NONE && a2a->ep->nranks > 1)
+    pmoei_comm_fail(a2a->ep, PMOE_ERR_STATE, "it destroyed a plan whose rows were on their way");
+  if (plan->move.scratch >= 0) pmoei_scratch_close(a2a->ctx, plan->move.scratch);
+  pmoei_free(a2a->ctx, plan->block, plan->bytes);
+  pmoei_free(a2a->ctx, plan, sizeof *plan);
+  pmoei_a2a_release(a2a);
+}
+
+/* ---- the count exchange ---- */
+
+static pmoei_count_record *record_of(const pmoe_a2a *a2a, int32_t rank) {
+  return (pmoei_count_record *)(a2a->records + (size_t)rank * a2a->record_bytes);
+}
+
+static int64_t *counts_of(const pmoe_a2a *a2a, int32_t rank) { return (int64_t *)(record_of(a2a, rank) + 1); }
+
+/* Every rank's record in rank order; an error of any rank is an error of all. expert_rows is NULL with an error only.
+ */
+static pmoe_status exchange_counts(pmoe_a2a *a2a, const int64_t *expert_rows, pmoe_status mine) {
+  int32_t ranks = a2a->ep->nranks;
+  if (ranks == 1) {
+    if (expert_rows) memcpy(counts_of(a2a, 0), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
+    return mine;
+  }
+  pmoei_count_record *own = record_of(a2a, ranks);
+  memset(own, 0, a2a->record_bytes);
+  own->status = mine;
+  if (expert_rows) memcpy(counts_of(a2a, ranks), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
+  else snprintf(own->why, sizeof own->why, "%s", pmoe_last_error());
+  pmoe_status status = pmoei_allgather(a2a->ep, count_exchange, own, a2a->records, a2a->record_bytes);
+  if (mine != PMOE_OK) return pmoei_error(mine, "%s", own->why);
+  PMOEI_TRY(status);
+  for (int32_t rank = 0; rank < ranks; rank++) {
+    const pmoei_count_record *record = record_of(a2a, rank);
+    if (record->status != PMOE_OK)
+      return pmoei_error(PMOE_ERR_COMM, "rank %d of the expert-parallel group gave up with %s: %.*s", rank,
+                         pmoe_status_name((pmoe_status)record->status), PMOEI_WHY_BYTES, record->why);
+  }
+  return PMOE_OK;
+}
+
+pmoe_status pmoei_a2a_refuse(pmoe_a2a *a2a, pmoe_status mine) { return exchange_counts(a2a, NULL, mine); }
+
+/* ---- from counts to offsets ---- */
+
+static int64_t rows_between(const pmoe_a2a *a2a, int32_t from, int32_t to) {
+  int32_t first, count;
+  (void)pmoe_expert_block(a2a->num_experts, a2a->ep->nranks, to, &first, &count);
+  int64_t sum = 0;
+  for (int32_t e = first; e < first + count; e++) sum += counts_of(a2a, from)[e];
+  return sum;
+}
+
+/* Every rank sees all counts, so every rank finds the same excess and returns the same error. */
+static pmoe_status check_bounds(const pmoe_a2a *a2a) {
+  int32_t ranks = a2a->ep->nranks;
+  bool fixed = a2a->cfg.sizing == PMOE_SIZING_FIXED;
+  if (!fixed && a2a->cfg.max_recv_rows == 0) return PMOE_OK;
+  for (int32_t to = 0; to < ranks; to++) {
+    int64_t total = 0, bucket = pmoei_a2a_bucket(a2a, to);
+    for (int32_t from = 0; from < ranks; from++) {
+      int64_t rows = rows_between(a2a, from, to);
+      total += rows;
+      PMOEI_REQUIRE(!fixed || rows <= bucket,
+                    "routing sends %" PRId64 " rows from rank %d to rank %d; fixed sizing has room for %" PRId64
+                    " (raise max_recv_rows or lower the capacity factor)",
+                    rows, from, to, bucket);
+    }
+    PMOEI_REQUIRE(fixed || total <= a2a->cfg.max_recv_rows,
+                  "routing sends %" PRId64 " rows to rank %d; max_recv_rows is %" PRId64, total, to,
+                  a2a->cfg.max_recv_rows);
+  }
+  return PMOE_OK;
+}
+
+static void set_token_side(pmoe_plan *plan) {
+  const pmoe_a2a *a2a = plan->a2a;
+  bool fixed = a2a->cfg.sizing == PMOE_SIZING_FIXED && a2a->ep->nranks > 1;
+  const int64_t *mine = counts_of(a2a, a2a->ep->rank);
+  int64_t staged = 0;
+  plan->send_rows = 0;
+  for (int32_t to = 0; to < a2a->ep->nranks; to++) {
+    int32_t first, count;
+    (void)pmoe_expert_block(a2a->num_experts, a2a->ep->nranks, to, &first, &count);
+    int64_t row = staged;
+    for (int32_t e = first; e < first + count; e++) {
+      plan->first_row[e] = row;
+      plan->own_rows[e] = mine[e];
+      row += mine[e];
+    }
+    plan->send_first[to] = staged;
+    plan->send_real[to] = row - staged;
+    plan->send_count[to] = fixed ? pmoei_a2a_bucket(a2a, to) : plan->send_real[to];
+    plan->send_rows += plan->send_real[to];
+    staged += plan->send_count[to];
+  }
+  plan->staged_send = staged;
+}
+
+static void set_owner_side(pmoe_plan *plan) {
+  const pmoe_a2a *a2a = plan->a2a;
+  int32_t ranks = a2a->ep->nranks;
+  bool fixed = a2a->cfg.sizing == PMOE_SIZING_FIXED && ranks > 1;
+  int64_t staged = 0;
+  for (int32_t from = 0; from < ranks; from++) {
+    plan->recv_first[from] = staged;
+    plan->recv_real[from] = rows_between(a2a, from, a2a->ep->rank);
+    plan->recv_count[from] = fixed ? pmoei_a2a_bucket(a2a, a2a->ep->rank) : plan->recv_real[from];
+    staged += plan->recv_count[from];
+  }
+  plan->staged_recv = staged;
+  int64_t row = 0, run = 0;
+  for (int32_t local = 0; local < a2a->num_local; local++) {
+    plan->expert_rows[local] = 0;
+    for (int32_t from = 0; from < ranks; from++, run++) {
+      int64_t source = plan->recv_first[from];
+      for (int32_t before = 0; before < local; before++) source += counts_of(a2a, from)[a2a->first_expert + before];
+      int64_t rows = counts_of(a2a, from)[a2a->first_expert + local];
+      plan->runs[run] = (pmoei_row_run){source, row, rows};
+      plan->back_runs[run] = (pmoei_row_run){row, source, rows};
+      plan->expert_rows[local] += rows;
+      row += rows;
+    }
+  }
+  plan->recv_rows = row;
+}
+
+static pmoe_status check_routing(const pmoe_plan *plan, const pmoe_routing *routing) {
+  pmoe_routing r;
+  PMOEI_TRY(PMOEI_CONFIG_READ(&r, routing));
+  const pmoe_a2a *a2a = plan->a2a;
+  PMOEI_REQUIRE(r.num_experts == a2a->num_experts, "routing->num_experts is %d; %d was expected", r.num_experts,
+                a2a->num_experts);
+  PMOEI_REQUIRE(r.top_k > 0, "routing->top_k is %d; 1 or more was expected", r.top_k);
+  PMOEI_REQUIRE(r.tokens >= 0 && r.tokens <= PMOEI_MAX_ROWS / r.top_k,
+                "routing->tokens is %" PRId64 "; 0 to %" PRId64 " was expected", r.tokens, PMOEI_MAX_ROWS / r.top_k);
+  PMOEI_REQUIRE(a2a->cfg.max_tokens == 0 || r.tokens <= a2a->cfg.max_tokens,
+                "routing->tokens is %" PRId64 "; at most max_tokens (%" PRId64 ") was expected", r.tokens,
+                a2a->cfg.max_tokens);
+  PMOEI_REQUIRE(r.expert_rows != NULL, "routing->expert_rows is NULL; a pointer was expected");
+  for (int32_t e = 0; e < r.num_experts; e++)
+    PMOEI_REQUIRE(r.expert_rows[e] >= 0 && r.expert_rows[e] <= r.tokens * r.top_k,
+                  "routing->expert_rows[%d] is %" PRId64 "; 0 to tokens * top_k (%" PRId64 ") was expected", e,
+                  r.expert_rows[e], r.tokens * r.top_k);
+  return PMOE_OK;
+}
+
+pmoe_status pmoei_plan_settle(pmoe_plan *plan, const pmoe_routing *routing, pmoe_status mine) {
+  pmoe_a2a *a2a = plan->a2a;
+  if (mine == PMOE_OK) mine = check_routing(plan, routing);
+  if (mine == PMOE_OK && plan->move.motion != PMOEI_MOTION_NONE)
+    mine = pmoei_error(PMOE_ERR_STATE, "plan: a movement is under way; call pmoe_plan_finish first");
+  plan->built = false;
+  PMOEI_TRY(exchange_counts(a2a, mine == PMOE_OK ? routing->expert_rows : NULL, mine));
+  PMOEI_TRY(check_bounds(a2a));
+  plan->tokens = routing->tokens;
+  plan->top_k = routing->top_k;
+  set_token_side(plan);
+  set_owner_side(plan);
+  size_t row_bytes = (size_t)a2a->hidden * pmoe_dtype_size(a2a->dtype);
+  plan->bytes_sent = (plan->staged_send - plan->send_count[a2a->ep->rank]) * (int64_t)row_bytes;
+  plan->bytes_returned = (plan->staged_recv - plan->recv_count[a2a->ep->rank]) * (int64_t)row_bytes;
+  plan->built = true;
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_plan_build(pmoe_plan *plan, const pmoe_routing *routing, pmoe_stream stream) {
+  (void)stream;
+  PMOEI_REQUIRE_POINTER(plan);
+  return pmoei_plan_settle(plan, routing, PMOE_OK);
+}
+
+pmoe_status pmoe_plan_get_info(const pmoe_plan *plan, pmoe_plan_info *out) {
+  PMOEI_REQUIRE_POINTER(plan);
+  if (!plan->built) return pmoei_error(PMOE_ERR_STATE, "pmoe_plan_get_info: the plan has not been built");
+  pmoe_plan_info info = PMOE_CONFIG_INIT(pmoe_plan_info);
+  info.send_rows = plan->send_rows;
+  info.recv_rows = plan->recv_rows;
+  info.first_expert = plan->a2a->first_expert;
+  info.num_experts = plan->a2a->num_local;
+  info.expert_rows = plan->expert_rows;
+  info.bytes_sent = plan->bytes_sent;
+  return PMOEI_STRUCT_WRITE(out, &info);
+}

@@ -1,0 +1,145 @@
+#include <string.h>
+
+#include "a2a/rows.h"
+#include "core/dtype.h"
+#include "core/parallel.h"
+#include "core/simd.h"
+
+enum {
+  TOKENS_PER_TASK = 64,
+  COLUMNS_PER_PASS = 1024 /* float32 sums that stay in the first-level cache while K rows stream by */
+};
+
+static int64_t num_tasks(int64_t count, int64_t per_task) { return (count + per_task - 1) / per_task; }
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- spread ---- */
+typedef struct spread_job {
+  const pmoei_row_map *map;
+  const pmoe_mat *x;
+  pmoe_mat *rows;
+  const float *weight, *scale;
+  float *row_weight;
+} spread_job;
+
+static void spread_task(void *arg, int64_t index, int32_t thread) {
+  (void)thread;
+  const spread_job *job = arg;
+  const pmoei_row_map *map = job->map;
+  size_t bytes = (size_t)job->x->cols * pmoe_dtype_size(job->x->dtype);
+  int64_t end = smaller(map->tokens, (index + 1) * TOKENS_PER_TASK);
+  for (int64_t t = index * TOKENS_PER_TASK; t < end; t++) {
+    const void *source = pmoei_row(job->x, t);
+    for (int32_t k = 0; k < map->top_k; k++) {
+      int64_t choice = t * map->top_k + k;
+      if (map->slot[choice] < 0) continue;
+      int64_t row = map->first_row[map->expert[choice]] + map->slot[choice];
+      memcpy(pmoei_row(job->rows, row), source, bytes);
+      if (job->row_weight) job->row_weight[row] = job->weight[choice] * (job->scale ? job->scale[t] : 1.0f);
+    }
+  }
+}
+
+static void spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows,
+                   const float *weight, const float *scale, float *row_weight) {
+  spread_job job = {map, x, rows, weight, scale, row_weight};
+  pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), spread_task, &job);
+}
+
+/* ---- sum ---- */
+typedef struct sum_job {
+  const pmoei_row_map *map;
+  const pmoei_row_sum *sum;
+} sum_job;
+
+PMOEI_VECTORISED static void add_scaled_f32(float *restrict sum, const float *restrict row, float weight, int64_t n) {
+  for (int64_t i = 0; i < n; i++) sum[i] += weight * row[i];
+}
+
+PMOEI_VECTORISED static void add_scaled_bf16(float *restrict sum, const pmoei_bf16 *restrict row, float weight,
+                                             int64_t n) {
+  for (int64_t i = 0; i < n; i++) sum[i] += weight * pmoei_bf16_to_f32(row[i]);
+}
+
+static void add_scaled(float *sum, const pmoe_mat *mat, int64_t row, int64_t column, float weight, int64_t n) {
+  if (mat->dtype == PMOE_BF16) add_scaled_bf16(sum, (const pmoei_bf16 *)pmoei_row(mat, row) + column, weight, n);
+  else add_scaled_f32(sum, (const float *)pmoei_row(mat, row) + column, weight, n);
+}
+
+PMOEI_VECTORISED static void multiply(float *values, float factor, int64_t n) {
+  for (int64_t i = 0; i < n; i++) values[i] *= factor;
+}
+
+static void sum_token(const sum_job *job, int64_t t, int64_t column, int64_t n) {
+  const pmoei_row_map *map = job->map;
+  const pmoei_row_sum *s = job->sum;
+  float tile[COLUMNS_PER_PASS];
+  float *out = s->y->dtype == PMOE_F32 ? (float *)pmoei_row(s->y, t) + column : tile;
+  memset(out, 0, (size_t)n * sizeof *out);
+  for (int32_t k = 0; k < map->top_k; k++) {
+    int64_t choice = t * map->top_k + k;
+    if (map->slot[choice] < 0) continue;
+    int64_t row = map->first_row[map->expert[choice]] + map->slot[choice];
+    add_scaled(out, s->rows, row, column, s->weight ? s->weight[choice] : 1.0f, n);
+  }
+  if (s->scale) multiply(out, s->scale[t], n);
+  if (s->branch) add_scaled(out, s->branch, t, column, s->branch_scale ? s->branch_scale[t] : 1.0f, n);
+  if (out == tile)
+    pmoei_from_f32((char *)pmoei_row(s->y, t) + (size_t)column * pmoe_dtype_size(s->y->dtype), s->y->dtype, tile, n);
+}
+
+static void sum_task(void *arg, int64_t index, int32_t thread) {
+  (void)thread;
+  const sum_job *job = arg;
+  int64_t cols = job->sum->y->cols;
+  int64_t end = smaller(job->map->tokens, (index + 1) * TOKENS_PER_TASK);
+  for (int64_t t = index * TOKENS_PER_TASK; t < end; t++)
+    for (int64_t column = 0; column < cols; column += COLUMNS_PER_PASS)
+      sum_token(job, t, column, smaller(COLUMNS_PER_PASS, cols - column));
+}
+
+static void sum_rows(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoei_row_sum *sum) {
+  sum_job job = {map, sum};
+  pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), sum_task, &job);
+}
+
+/* ---- pick ---- */
+static void pick(const pmoe_ctx *ctx, const pmoei_row_map *map, const float *row_value, float *value) {
+  (void)ctx; /* T·K floats: not worth a parallel region */
+  for (int64_t choice = 0; choice < map->tokens * map->top_k; choice++)
+    value[choice] = map->slot[choice] < 0 ? 0.0f : row_value[map->first_row[map->expert[choice]] + map->slot[choice]];
+}
+
+/* ---- copy_runs ---- */
+typedef struct copy_job {
+  const pmoei_row_run *runs;
+  const pmoe_mat *from;
+  pmoe_mat *to;
+  const float *from_value;
+  float *to_value;
+} copy_job;
+
+static void copy_task(void *arg, int64_t index, int32_t thread) {
+  (void)thread;
+  const copy_job *job = arg;
+  const pmoei_row_run *run = &job->runs[index];
+  if (run->rows == 0) return;
+  size_t bytes = (size_t)job->from->cols * pmoe_dtype_size(job->from->dtype);
+  if (job->from->ld == job->from->cols && job->to->ld == job->to->cols) {
+    memcpy(pmoei_row(job->to, run->to), pmoei_row(job->from, run->from), bytes * (size_t)run->rows);
+  } else {
+    for (int64_t i = 0; i < run->rows; i++)
+      memcpy(pmoei_row(job->to, run->to + i), pmoei_row(job->from, run->from + i), bytes);
+  }
+  if (job->from_value && job->to_value)
+    memcpy(job->to_value + run->to, job->from_value + run->from, (size_t)run->rows * sizeof(float));
+}
+
+static void copy_runs(const pmoe_ctx *ctx, int64_t num_runs, const pmoei_row_run *runs, const pmoe_mat *from,
+                      pmoe_mat *to, const float *from_value, float *to_value) {
+  copy_job job = {runs, from, to, from_value, to_value};
+  pmoei_parallel(ctx, num_runs, copy_task, &job);
+}
+
+const pmoei_rows_ops pmoei_rows_cpu = {spread, sum_rows, pick, copy_runs};

@@ -1,0 +1,29 @@
+/* The functions inside activations, in float32, written without branches so that loops over them vectorise. NaN
+ * propagates. Coefficients made for this library: interpolation at Chebyshev nodes. */
+#ifndef PMOEI_VMATH_ACT_H
+#define PMOEI_VMATH_ACT_H
+#include "core/vmath.h"
+
+/* 1 / (1 + exp(-x)) */
+static inline float pmoei_sigmoid(float x) { return 1.0f / (1.0f + pmoei_expf(-x)); }
+
+/* The normal distribution's density and distribution function, relative error below 5e-7 in the distribution's lower
+ * tail too down to x = -8. Below zero it is the density times Mills' ratio, a polynomial in 1 / (1 + 0.35 |x|). */
+static inline float pmoei_normal(float x, float *density) {
+  float z = x < 0.0f ? -x : x;
+  float e = pmoei_expf(-0.5f * x * x);
+  float t = 1.0f / (1.0f + 0.35f * z);
+  float p = 1.465458303e-01f + t * -2.967952200e-02f;
+  p = -2.609612283e-01f + t * p;
+  p = 1.650509959e-01f + t * p;
+  p = -2.704660827e-02f + t * p;
+  p = 1.071145876e-01f + t * p;
+  p = 1.194449168e-01f + t * p;
+  p = 1.399122981e-01f + t * p;
+  p = 1.396187126e-01f + t * p;
+  float tail = e * t * p;
+  *density = e * 3.989422804e-01f;
+  return x < 0.0f ? tail : 1.0f - tail;
+}
+
+#endif

@@ -1,0 +1,130 @@
+#include "support/rig.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+rig_spec rig_spec_default(void) {
+  rig_spec spec = {.hidden = 12,
+                   .gate = PMOE_CONFIG_INIT(pmoe_gate_config),
+                   .a2a = PMOE_CONFIG_INIT(pmoe_a2a_config),
+                   .experts = PMOE_CONFIG_INIT(pmoe_experts_config),
+                   .residual = PMOE_CONFIG_INIT(pmoe_residual_config)};
+  spec.gate.num_experts = 4;
+  spec.gate.top_k = 2;
+  spec.gate.aux_coef = 0.1f;
+  spec.gate.z_coef = 0.05f;
+  spec.experts.inner = 10;
+  spec.residual.inner = 7;
+  return spec;
+}
+
+static pmoe_status find_params(rig *r) {
+  r->num_params = pmoe_layer_num_params(r->layer);
+  int32_t wanted = 0;
+  for (int i = 0; i < ORACLE_TENSORS; i++) wanted += r->model->tensor[i].numel > 0;
+  if (r->num_params != wanted) {
+    fprintf(stderr, "rig: %d parameters, expected %d\n", r->num_params, wanted);
+    return PMOE_ERR_INTERNAL;
+  }
+  for (int32_t p = 0; p < r->num_params; p++) {
+    r->param[p].size = sizeof r->param[p];
+    pmoe_status status = pmoe_layer_param(r->layer, p, &r->param[p]);
+    if (status != PMOE_OK) return status;
+    for (int i = 0; i < ORACLE_TENSORS; i++)
+      if (r->model->tensor[i].numel > 0 && strcmp(r->model->tensor[i].name, r->param[p].name) == 0)
+        r->tensor[p] = &r->model->tensor[i];
+    if (!r->tensor[p]) {
+      fprintf(stderr, "rig: parameter %s is not the reference's\n", r->param[p].name);
+      return PMOE_ERR_INTERNAL;
+    }
+    size_t n = (size_t)r->param[p].numel;
+    r->param[p].data = calloc(n + 1, pmoe_dtype_size(r->param[p].dtype));
+    r->param[p].grad = calloc(n + 1, pmoe_dtype_size(r->param[p].grad_dtype));
+    status = pmoe_layer_bind_param(r->layer, p, r->param[p].data, r->param[p].grad);
+    if (status != PMOE_OK) return status;
+  }
+  return PMOE_OK;
+}
+
+pmoe_status rig_create(rig *r, pmoe_ctx *ctx, pmoe_topology *topology, const rig_spec *spec) {
+  memset(r, 0, sizeof *r);
+  r->spec = *spec;
+  r->ctx = ctx;
+  pmoe_layer_config cfg = PMOE_CONFIG_INIT(pmoe_layer_config);
+  cfg.hidden = spec->hidden;
+  cfg.ep = spec->ep;
+  cfg.layer_id = spec->layer_id;
+  cfg.gate = &spec->gate;
+  cfg.a2a = &spec->a2a;
+  cfg.experts = &spec->experts;
+  cfg.residual = spec->residual.mix == PMOE_MIX_NONE ? NULL : &spec->residual;
+  pmoe_status status = pmoe_layer_create(ctx, topology, &cfg, &r->layer);
+  if (status != PMOE_OK) return status;
+  r->model = oracle_model_create(spec->hidden, &spec->gate, &spec->experts, cfg.residual);
+  status = find_params(r);
+  if (status != PMOE_OK) {
+    rig_destroy(r);
+    return status;
+  }
+  oracle_model_fill(r->model, 7 + (uint64_t)spec->layer_id);
+  rig_load(r);
+  return PMOE_OK;
+}
+
+void rig_destroy(rig *r) {
+  pmoe_layer_destroy(r->layer);
+  oracle_model_destroy(r->model);
+  for (int32_t p = 0; p < r->num_params; p++) {
+    free(r->param[p].data);
+    free(r->param[p].grad);
+  }
+  memset(r, 0, sizeof *r);
+}
+
+/* Where this rank's part of a parameter starts in the reference's tensor. */
+static int64_t first_element(const rig *r, int32_t p) {
+  return r->tensor[p]->per_expert ? r->param[p].first_expert * r->tensor[p]->per_expert : 0;
+}
+
+void rig_load(rig *r) {
+  for (int32_t p = 0; p < r->num_params; p++) {
+    oracle_tensor *tensor = r->tensor[p];
+    for (int64_t i = 0; i < tensor->numel; i++) tensor->data[i] = test_round(tensor->data[i], r->param[p].dtype);
+    for (int64_t i = 0; i < r->param[p].numel; i++)
+      test_put(r->param[p].data, r->param[p].dtype, i, tensor->data[first_element(r, p) + i]);
+  }
+}
+
+void rig_zero_grads(rig *r) {
+  oracle_zero_grads(r->model);
+  for (int32_t p = 0; p < r->num_params; p++)
+    memset(r->param[p].grad, 0, (size_t)r->param[p].numel * pmoe_dtype_size(r->param[p].grad_dtype));
+}
+
+int32_t rig_param(const rig *r, const char *name) {
+  for (int32_t p = 0; p < r->num_params; p++)
+    if (strcmp(r->param[p].name, name) == 0) return p;
+  return -1;
+}
+
+int rig_check_grads(const rig *r, double scale, const char *label) {
+  int failures = 0;
+  char what[160];
+  for (int32_t p = 0; p < r->num_params; p++) {
+    snprintf(what, sizeof what, "%s: gradient of %s", label, r->param[p].name);
+    failures += test_compare(what, r->param[p].grad, r->param[p].grad_dtype, r->tensor[p]->grad + first_element(r, p),
+                             scale, r->param[p].numel, r->spec.experts.dtype);
+  }
+  return failures;
+}
+
+void rig_descend(rig *r, double rate, double grad_scale) {
+  for (int32_t p = 0; p < r->num_params; p++) {
+    const pmoe_param *param = &r->param[p];
+    for (int64_t i = 0; i < r->tensor[p]->numel; i++)
+      r->tensor[p]->data[i] -= rate * grad_scale * r->tensor[p]->grad[i];
+    for (int64_t i = 0; i < param->numel; i++)
+      test_put(param->data, param->dtype, i,
+               test_get(param->data, param->dtype, i) - rate * test_get(param->grad, param->grad_dtype, i));
+  }
+}

@@ -1,0 +1,171 @@
+/* The router alone. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ceilings.h"
+#include "commands.h"
+#include "expert_params.h"
+#include "report.h"
+#include "timing.h"
+
+enum { SAMPLED = 4 };
+
+typedef struct gate_run {
+  bench_rank *rank;
+  pmoe_gate *gate;
+  pmoe_gate_params params;
+  pmoe_step step;
+  pmoe_routing routing;
+  pmoe_mat x, dx;
+  float *weight, *weight_grad, *dweight;
+  bench_floor *floor;
+  void *memory, *routing_memory;
+} gate_run;
+
+static pmoe_status forward(void *arg) {
+  gate_run *r = arg;
+  BENCH_TRY(pmoe_gate_forward(r->gate, &r->params, &r->step, &r->x, &r->routing, NULL, NULL));
+  return PMOE_OK;
+}
+
+static pmoe_status backward(void *arg) {
+  gate_run *r = arg;
+  BENCH_TRY(pmoe_gate_backward(r->gate, &r->params, &r->step, &r->x, &r->routing, r->dweight, 1.0f, NULL, &r->dx,
+                               PMOE_BWD_ALL, NULL));
+  return PMOE_OK;
+}
+
+static pmoe_status make(gate_run *r) {
+  const bench_options *o = r->rank->options;
+  pmoe_gate_config cfg = PMOE_CONFIG_INIT(pmoe_gate_config);
+  cfg.num_experts = o->experts, cfg.top_k = o->top_k;
+  BENCH_TRY(pmoe_gate_create(r->rank->ctx, o->hidden, 0, &cfg, &r->gate));
+  int64_t router = (int64_t)o->experts * o->hidden, choices = o->tokens * o->top_k, elements = o->tokens * o->hidden;
+  size_t x_bytes = ((size_t)elements * pmoe_dtype_size(o->dtype) + 63) / 64 * 64;
+  BENCH_TRY(bench_alloc(2 * x_bytes + (size_t)(2 * router + choices) * sizeof(float), &r->memory));
+  char *at = r->memory;
+  r->x = (pmoe_mat){at, o->dtype, o->tokens, o->hidden, o->hidden};
+  r->dx = (pmoe_mat){at + x_bytes, o->dtype, o->tokens, o->hidden, o->hidden};
+  r->weight = (float *)(void *)(at + 2 * x_bytes);
+  r->weight_grad = r->weight + router;
+  r->dweight = r->weight_grad + router;
+  r->params = (pmoe_gate_params){sizeof r->params, r->weight, NULL, r->weight_grad, NULL};
+  r->step = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
+  r->step.training = 1;
+  bench_router(o, r->weight);
+  bench_fill(o, BENCH_ROW_WEIGHT, 0, choices, r->dweight);
+  BENCH_TRY(bench_tokens(o, 0, o->tokens, r->x.data));
+  BENCH_TRY(bench_routing(o, 0, o->tokens, &r->routing, &r->routing_memory));
+  BENCH_TRY(bench_floor_gate(r->rank->ctx, o->tokens, o->hidden, o->experts, &r->floor));
+  return PMOE_OK;
+}
+
+static void end(gate_run *r) {
+  bench_floor_destroy(r->floor);
+  pmoe_gate_destroy(r->gate);
+  free(r->memory);
+  free(r->routing_memory);
+}
+
+/* ---- check ---- */
+typedef struct buffers {
+  bench_router_reference router;
+  double *x, *dlogits, *dweight, *grad[2]; /* gradients of the first and the last expert's row of Wg */
+} buffers;
+
+enum { ERROR_WEIGHT, ERROR_DX, ERROR_GRAD, NUM_ERRORS };
+
+static void check_token(const gate_run *r, int64_t t, buffers *b, bench_error *errors) {
+  const bench_options *o = r->rank->options;
+  int64_t h = o->hidden;
+  bench_row(o, BENCH_X, t, b->x);
+  bench_router_forward(&b->router, b->x);
+  for (int32_t k = 0; k < o->top_k; k++) b->dweight[k] = (double)bench_element(o, BENCH_ROW_WEIGHT, t * o->top_k + k);
+  bench_router_backward(&b->router, b->dweight, b->dlogits);
+  for (int i = 0; i < 2; i++)
+    for (int64_t j = 0; j < h; j++) b->grad[i][j] += b->dlogits[i == 0 ? 0 : o->experts - 1] * b->x[j];
+  for (int32_t k = 0; k < o->top_k; k++) {
+    int64_t choice = t * o->top_k + k;
+    bool same = r->routing.expert[choice] == b->router.expert[k];
+    bench_compare(&errors[ERROR_WEIGHT], same ? (double)r->routing.weight[choice] : NAN,
+                  b->router.prob[b->router.expert[k]]);
+  }
+  if (t % (o->tokens / SAMPLED + 1) != 0) return;
+  for (int64_t j = 0; j < h; j++) {
+    double dx = 0;
+    for (int64_t e = 0; e < o->experts; e++) dx += b->dlogits[e] * (double)b->router.weight[e * h + j];
+    bench_compare(&errors[ERROR_DX], (double)bench_load(o->dtype, r->dx.data, t * h + j), dx);
+  }
+}
+
+static pmoe_status check(gate_run *r, double *forward_error, double *backward_error) {
+  const bench_options *o = r->rank->options;
+  int64_t h = o->hidden;
+  memset(r->dx.data, 0, (size_t)(o->tokens * h) * pmoe_dtype_size(o->dtype));
+  memset(r->weight_grad, 0, (size_t)(o->experts * h) * sizeof(float));
+  BENCH_TRY(forward(r));
+  BENCH_TRY(backward(r));
+  buffers b;
+  pmoe_status status = bench_router_create(o, &b.router);
+  double *memory = NULL;
+  if (status == PMOE_OK) status = bench_alloc((size_t)(3 * h + o->experts + o->top_k) * sizeof *memory, &memory);
+  if (status == PMOE_OK) {
+    b.x = memory, b.grad[0] = memory + h, b.grad[1] = memory + 2 * h, b.dlogits = memory + 3 * h,
+    b.dweight = b.dlogits + o->experts;
+    bench_error errors[NUM_ERRORS] = {{0, 0}};
+    for (int64_t t = 0; t < o->tokens; t++) check_token(r, t, &b, errors);
+    for (int i = 0; i < 2; i++)
+      for (int64_t j = 0; j < h; j++)
+        bench_compare(&errors[ERROR_GRAD], (double)r->weight_grad[(i == 0 ? 0 : o->experts - 1) * h + j], b.grad[i][j]);
+    *forward_error = bench_relative(&errors[ERROR_WEIGHT]);
+    *backward_error = bench_worst(&errors[ERROR_DX], NUM_ERRORS - ERROR_DX);
+  }
+  bench_router_destroy(&b.router);
+  free(memory);
+  return status;
+}
+
+/* ---- measurement ---- */
+static pmoe_status report(gate_run *r, const bench_op *ops, const double *errors) {
+  const bench_options *o = r->rank->options;
+  double tokens = (double)o->tokens, h = o->hidden, e = o->experts, size = (double)pmoe_dtype_size(o->dtype);
+  pmoe_memory memory = PMOE_CONFIG_INIT(pmoe_memory);
+  BENCH_TRY(pmoe_ctx_memory(r->rank->ctx, &memory));
+  bench_result f = {
+      .name = "gate_forward", .flops = 2 * tokens * h * e, .error = errors[0], .tolerance = bench_tolerance(o)};
+  bench_result b = {
+      .name = "gate_backward", .flops = 6 * tokens * h * e, .error = errors[1], .tolerance = bench_tolerance(o)};
+  f.bytes = tokens * h * size + e * h * sizeof(float);
+  b.bytes = 3 * tokens * h * size + 3 * e * h * sizeof(float); /* dx and dWg are added to */
+  f.peak_bytes = b.peak_bytes = memory.peak_bytes;
+  f.saved_bytes = b.saved_bytes = o->tokens * o->top_k * (int64_t)(sizeof(int32_t) + sizeof(int64_t) + sizeof(float));
+  bench_set_times(&f, ops[0].ms, o->iters);
+  bench_set_times(&b, ops[1].ms, o->iters);
+  f.floor_ms = bench_median(ops[2].ms, o->iters);
+  b.floor_ms = bench_median(ops[3].ms, o->iters);
+  BENCH_TRY(bench_report(r->rank, &f));
+  return bench_report(r->rank, &b);
+}
+
+static pmoe_status measure(gate_run *r) {
+  double *times = NULL, errors[2] = {0, 0};
+  pmoe_ctx_reset_peak_memory(r->rank->ctx);
+  bench_op ops[4] = {{forward, r, NULL},
+                     {backward, r, NULL},
+                     {bench_floor_forward, r->floor, NULL},
+                     {bench_floor_backward, r->floor, NULL}};
+  pmoe_status status = bench_measure(r->rank, ops, 4, &times);
+  if (status == PMOE_OK && r->rank->options->check) status = check(r, &errors[0], &errors[1]);
+  if (status == PMOE_OK) status = report(r, ops, errors);
+  free(times);
+  return status;
+}
+
+pmoe_status bench_gate(bench_rank *rank) {
+  gate_run r = {.rank = rank};
+  pmoe_status status = make(&r);
+  if (status == PMOE_OK) status = measure(&r);
+  end(&r);
+  return status;
+}
