@@ -1,6 +1,10 @@
 #include <stdbool.h>
 #include <string.h>
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 #include "a2a/rows.h"
 #include "core/dtype.h"
 #include "core/parallel.h"
@@ -15,6 +19,49 @@ static int64_t num_tasks(int64_t count, int64_t per_task) { return (count + per_
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+/* ---- streaming ---- */
+/* Stores that pass the caches by spare the read of what they overwrite: on AMD's processors 1.3 to 2.4 times the speed
+ * once the whole does not fit the second-level caches; on Intel's a gain for huge buffers alone, and half the speed
+ * below. */
+static bool should_stream(const pmoe_mat *to) {
+#ifdef __SSE2__
+  size_t row_bytes = (size_t)to->cols * pmoe_dtype_size(to->dtype),
+         ld_bytes = (size_t)to->ld * pmoe_dtype_size(to->dtype);
+  bool aligned =
+      (uintptr_t)to->data % sizeof(__m128i) == 0 && row_bytes % sizeof(__m128i) == 0 && ld_bytes % sizeof(__m128i) == 0;
+  size_t least = (size_t)1 << 30;
+#if defined(__GNUC__)
+  if (__builtin_cpu_is("amd")) least = (size_t)1 << 22;
+#endif
+  return aligned && row_bytes * (size_t)to->rows >= least;
+#else
+  (void)to;
+  return false;
+#endif
+}
+
+static void copy_bytes(void *to, const void *from, size_t bytes, bool stream) {
+#ifdef __SSE2__
+  if (stream) {
+    __m128i *out = to;
+    const __m128i *in = from;
+    for (size_t i = 0; i < bytes / sizeof *in; i++) _mm_stream_si128(out + i, _mm_loadu_si128(in + i));
+    return;
+  }
+#endif
+  (void)stream;
+  memcpy(to, from, bytes);
+}
+
+/* Before another thread may read what was streamed. */
+static void end_stream(bool stream) {
+#ifdef __SSE2__
+  if (stream) _mm_sfence();
+#else
+  (void)stream;
+#endif
+}
+
 /* ---- spread ---- */
 typedef struct spread_job {
   const pmoei_row_map *map;
@@ -22,6 +69,7 @@ typedef struct spread_job {
   pmoe_mat *rows;
   const float *weight, *scale;
   float *row_weight;
+  bool stream;
 } spread_job;
 
 static void spread_task(void *arg, int64_t index, int32_t thread) {
@@ -36,15 +84,16 @@ static void spread_task(void *arg, int64_t index, int32_t thread) {
       int64_t choice = t * map->top_k + k;
       if (map->slot[choice] < 0) continue;
       int64_t row = map->first_row[map->expert[choice]] + map->slot[choice];
-      memcpy(pmoei_row(job->rows, row), source, bytes);
+      copy_bytes(pmoei_row(job->rows, row), source, bytes, job->stream);
       if (job->row_weight) job->row_weight[row] = job->weight[choice] * (job->scale ? job->scale[t] : 1.0f);
     }
   }
+  end_stream(job->stream);
 }
 
 static void spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows,
                    const float *weight, const float *scale, float *row_weight) {
-  spread_job job = {map, x, rows, weight, scale, row_weight};
+  spread_job job = {map, x, rows, weight, scale, row_weight, should_stream(rows)};
   pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), spread_task, &job);
 }
 
