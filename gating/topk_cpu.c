@@ -65,7 +65,7 @@ PMOEI_VECTORISED static void keep_open(float *restrict open, const float *restri
   }
 }
 
-/* One of four radix passes: narrows the threshold's digit at `shift`. */
+/* Radix selection: fixes the threshold byte by byte from the top. */
 uint32_t pmoei_gate_threshold(const uint32_t *key, int64_t n, int64_t k, int64_t *ties) {
   uint32_t prefix = 0, mask = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {

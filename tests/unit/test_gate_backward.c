@@ -103,6 +103,40 @@ static void test_several_blocks(void **state) {
   run(cfg, 135, 2, 5, 2);
 }
 
+/* More experts, columns and tokens than one patch of the weight gradient has, against the plain product. */
+static void test_products(void **state) {
+  (void)state;
+  enum { T = 300, H = 70, E = 600 };
+  for (int jitter = 0; jitter <= 1; jitter++) {
+    pmoe_gate_config cfg = gate_config(E, 2);
+    cfg.bias = 1;
+    cfg.jitter = jitter ? 0.25f : 0;
+    gate_case *c = case_new(cfg, T, H, 2);
+    case_forward(c);
+    case_backward(c, 1);
+    double *x = ref_input(c);
+    for (int e = 0; e < E; e++) {
+      double column = 0;
+      for (int t = 0; t < T; t++) column += (double)c->dlogits[t * E + e];
+      assert_true(fabs((double)c->db[e] - column) < 1e-6);
+      for (int h = 0; h < H; h++) {
+        double want = 0;
+        for (int t = 0; t < T; t++) want += (double)c->dlogits[t * E + e] * x[t * H + h];
+        assert_true(fabs((double)c->dw[e * H + h] - want) < 1e-6);
+      }
+    }
+    for (int t = 0; t < T; t++) {
+      for (int h = 0; h < H; h++) {
+        double want = 0;
+        for (int e = 0; e < E; e++) want += (double)c->dlogits[t * E + e] * (double)c->w[e * H + h];
+        assert_true(fabs((double)c->dx[t * H + h] - want * ref_factor(c, t, h)) < 1e-6);
+      }
+    }
+    free(x);
+    case_free(c);
+  }
+}
+
 /* Gradients add to what was there; x with padding between rows; in two parts, the same bits. */
 static void test_accumulation_and_parts(void **state) {
   (void)state;
@@ -296,6 +330,7 @@ int main(void) {
       cmocka_unit_test(test_every_mode),
       cmocka_unit_test(test_noise),
       cmocka_unit_test(test_several_blocks),
+      cmocka_unit_test(test_products),
       cmocka_unit_test(test_accumulation_and_parts),
       cmocka_unit_test(test_bf16),
       cmocka_unit_test(test_masked_tokens_are_inert),

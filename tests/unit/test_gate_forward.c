@@ -175,32 +175,31 @@ static void test_expert_switched_off(void **state) {
   }
 }
 
-/* A survivor of probability 0 beside a dropped certain one weighs nothing. */
+/* A survivor whose probability vanishes beside the dropped choice weighs nothing, rather than 0/0. Token 0 chooses
+ * experts 0 and 2, token 1 experts 0 and 1, each with room for one. */
 static void test_vanishing_survivor(void **state) {
   (void)state;
-  pmoe_gate_config cfg = gate_config(3, 2);
-  cfg.bias = 1;
-  cfg.norm = PMOE_NORM_AFTER_DROP;
-  cfg.capacity_factor = 0.5f; /* C = 1 */
-  gate_case *c = case_new(cfg, 3, 1, 1);
-  memset(c->w, 0, 3 * 4);
-  c->b[0] = 500;
-  c->b[1] = 0;
-  c->b[2] = -500;
-  case_forward(c);
-  assert_int_equal(c->routing.capacity, 1);
-  assert_true(c->routing.weight[0] == 1 && c->routing.weight[1] == 0);
-  for (int i = 2; i < 6; i++) assert_true(c->routing.weight[i] == 0 && c->routing.slot[i] == -1);
-  c->b[0] = 0;
-  c->b[1] = c->b[2] = -150; /* every token chooses 0, then 1; exp(-150) underflows */
-  c->mask[0] = 0;
-  use_mask(c);
-  case_forward(c);
-  assert_int_equal(c->routing.slot[2], 0);
-  assert_true(c->routing.weight[2] == 1);
-  case_backward(c, 1);
-  for (int i = 0; i < 9; i++) assert_true(c->dlogits[i] == 0);
-  case_free(c);
+  for (int after = 0; after <= 1; after++) {
+    pmoe_gate_config cfg = gate_config(3, 2);
+    cfg.bias = 1;
+    cfg.norm = PMOE_NORM_AFTER_DROP;
+    cfg.capacity_factor = 0.5f;
+    cfg.softmax_after_topk = after;
+    gate_case *c = case_new(cfg, 2, 1, 1);
+    const float w[] = {0, -10, 10}, b[] = {500, 0, 0}, x[] = {1, -1}, weights[] = {1, 0, 0, 0};
+    const int32_t experts[] = {0, 2, 0, 1};
+    const int64_t slots[] = {0, 0, -1, 0};
+    memcpy(c->w, w, sizeof w);
+    memcpy(c->b, b, sizeof b);
+    memcpy(c->x, x, sizeof x);
+    case_forward(c);
+    assert_memory_equal(c->routing.expert, experts, sizeof experts);
+    assert_memory_equal(c->routing.slot, slots, sizeof slots);
+    assert_memory_equal(c->routing.weight, weights, sizeof weights);
+    case_backward(c, 1);
+    for (int i = 0; i < 6; i++) assert_true(c->dlogits[i] == 0);
+    case_free(c);
+  }
 }
 
 int main(void) {
