@@ -169,10 +169,8 @@ static void test_accumulation_and_parts(void **state) {
     for (int i = 0; i < E * H; i++) assert_true(dw[i] == (float)i);
     for (int t = 0; t < T; t++)
       for (int h = 0; h < LD; h++) {
-        if (h >= H)
-          assert_true(isnan(dx[t * LD + h]));
-        else
-          assert_true(fabsf(dx[t * LD + h] - (float)(h - t) - c->dx[t * H + h]) <= 2e-5f);
+        if (h >= H) assert_true(isnan(dx[t * LD + h]));
+        else assert_true(fabsf(dx[t * LD + h] - (float)(h - t) - c->dx[t * H + h]) <= 2e-5f);
       }
     memset(dx, 0, T * LD * 4);
     assert_int_equal(

@@ -44,10 +44,8 @@ static void test_threads_and_repeats(void **state) {
         assert_memory_equal(first->db, c->db, 10 * 4);
         assert_memory_equal(first->dlogits, c->dlogits, 1000 * 10 * 4);
       }
-      if (!first)
-        first = c;
-      else
-        case_free(c);
+      if (!first) first = c;
+      else case_free(c);
     }
     case_free(first);
   }

@@ -7,13 +7,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include <cmocka.h> /* after those four */
 #include <float.h>
 #include <math.h>
 #include <pmoe/pmoe.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <cmocka.h> /* after those four */
 
 #include "core/dtype.h"
 #include "core/random.h"
@@ -324,10 +324,8 @@ static inline void check_forward(const gate_case *c, double tolerance) {
     ref_choose(c, logits, t, expert + t * K);
     ref_scores(c, logits, expert + t * K, score + t * K);
     for (int64_t k = 0; k < K; k++) {
-      if (is_masked(c, t))
-        expert[t * K + k] = -1;
-      else
-        count[expert[t * K + k]]++;
+      if (is_masked(c, t)) expert[t * K + k] = -1;
+      else count[expert[t * K + k]]++;
     }
   }
   ref_drop(c, score, expert, capacity, slot);
@@ -337,12 +335,9 @@ static inline void check_forward(const gate_case *c, double tolerance) {
       assert_int_equal(c->routing.expert[i], expert[i]);
       bool kept = expert[i] >= 0 && slot[i] >= 0;
       assert_int_equal(c->routing.slot[i], kept ? next[expert[i]]++ : -1);
-      if (!kept)
-        assert_true(c->routing.weight[i] == 0);
-      else if (isnan(weight[k]))
-        assert_true(isnan(c->routing.weight[i]));
-      else
-        assert_true(fabs((double)c->routing.weight[i] - weight[k]) <= 1e-7 + tolerance * fabs(weight[k]));
+      if (!kept) assert_true(c->routing.weight[i] == 0);
+      else if (isnan(weight[k])) assert_true(isnan(c->routing.weight[i]));
+      else assert_true(fabs((double)c->routing.weight[i] - weight[k]) <= 1e-7 + tolerance * fabs(weight[k]));
       routed += kept;
     }
   }
