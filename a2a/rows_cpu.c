@@ -20,9 +20,9 @@ static int64_t num_tasks(int64_t count, int64_t per_task) { return (count + per_
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- streaming ---- */
-/* Stores that pass the caches by spare the read of what they overwrite: on AMD's processors 1.3 to 2.4 times the speed
- * once the whole does not fit the second-level caches; on Intel's a gain for huge buffers alone, and half the speed
- * below. */
+/* Stores that pass the caches by spare the read of what they overwrite. On an AMD Zen 4 the gather takes half the time
+ * with them from 4 MB on (smaller buffers were not tried), and the experts that read the rows next are no slower;
+ * buffers that happen to lie in the caches lose. On Intel's processors they are known to pay for huge buffers alone. */
 static bool should_stream(const pmoe_mat *to) {
 #ifdef __SSE2__
   size_t row_bytes = (size_t)to->cols * pmoe_dtype_size(to->dtype),
