@@ -1,4 +1,5 @@
 #include "support/ranks.h"
+#include "core/ctx.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -50,13 +51,15 @@ void ranks_run_one(const ranks_job *job, int32_t rank, char failure[RANKS_TEXT])
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   cfg.allocator = &allocator;
   cfg.cpu_threads = job->config->cpu_threads > 0 ? job->config->cpu_threads : 1;
-  cfg.timeout_ns = job->config->timeout_ns > 0 ? job->config->timeout_ns : UINT64_C(60000000000);
+  cfg.timeout_ns = UINT64_C(60000000000);
   rank_env env = {.rank = rank, .nranks = job->config->nranks, .memory = &memory};
   running self = {.failure = failure, .rank = rank}, *before = current;
   failure[0] = 0;
   pmoe_status status = pmoe_ctx_create(&cfg, &env.ctx);
   if (status == PMOE_OK) status = job->connect(env.ctx, rank, job->launcher, &env.world);
   current = &self;
+  /* A short time-out is for the body: meeting at the beginning may take long on a busy machine. */
+  if (status == PMOE_OK && job->config->timeout_ns > 0) env.ctx->timeout_ns = job->config->timeout_ns;
   if (status == PMOE_OK) run_body(job, &env, &self);
   else snprintf(failure, RANKS_TEXT, "rank %d cannot begin: %.500s", rank, pmoe_last_error());
   current = before;

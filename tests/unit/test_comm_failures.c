@@ -161,11 +161,11 @@ static void test_leave_early(void **state) {
 static void come_late(rank_env *env, void *arg) {
   (void)arg;
   check_ok(pmoe_comm_barrier(env->world));
-  if (env->rank % 2 == 1) sleep_ns(second * 3 / 2);
+  if (env->rank % 2 == 1) sleep_ns(second * 3);
   uint64_t start = pmoei_now_ns();
   float value = 1;
   pmoe_status status = pmoei_allreduce(env->world, "gradient sum", &value, 1, PMOEI_SUM_F32);
-  check(env->rank % 2 == 1 || pmoei_now_ns() - start < second * 5 / 4);
+  check(env->rank % 2 == 1 || pmoei_now_ns() - start < second * 5 / 2);
   check_refused(status, PMOE_ERR_TIMEOUT, "gradient sum: after 0.300 s these ranks are missing: 1");
   if (env->nranks > 3) check(strstr(pmoe_last_error(), "missing: 1 3"));
   check(!strstr(pmoe_last_error(), "2"));
