@@ -5,7 +5,6 @@
 #include "core/gemm.h"
 #include "core/parallel.h"
 #include "core/simd.h"
-#include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
 static void load_choices(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block) {
@@ -97,14 +96,15 @@ static void weigh_dense(const pmoei_gate_call *call, const pmoei_gate_tile *tile
   float live = call->totals.live > 0 ? (float)call->totals.live : 1;
   float aux = call->loss_scale * cfg->aux_coef * (float)cfg->num_experts / live,
         z = call->loss_scale * cfg->z_coef * 2 / live;
-  float fraction_mean[LANES] = {0};
+  float fraction_mean[LANES] = {0}, lse[LANES];
+  pmoei_gate_logsumexp(tile, lse);
   if (cfg->aux_coef > 0) add_fractions(tile->logits, cfg->num_experts, call->fraction, fraction_mean);
   for (int l = 0; l < LANES; l++) {
     float inverse = 1 / tile->sum[l], slope = 0, shift = -shared[l];
     bool in_losses = pmoei_gate_has_losses(call->gate) && tile->finite[l];
     if (in_losses) {
       slope = aux;
-      shift += z * (tile->max[l] + pmoei_logf(tile->sum[l])) - aux * fraction_mean[l] * inverse;
+      shift += z * lse[l] - aux * fraction_mean[l] * inverse;
     }
     dense->slope[l] = slope * inverse;
     dense->shift[l] = shift * inverse;
