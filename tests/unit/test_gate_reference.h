@@ -1,6 +1,6 @@
 /* A naive router in double precision to compare with, and a case: one gate with its parameters, tokens and results.
- * Selection, drops and weights are written from their definitions, one token or one expert at a time.
- * Length: the reference is one piece, read from top to bottom beside the formulas. */
+ * Selection, drops and weights are written from their definitions, one token or one expert at a time. */
+/* Length: the reference is one piece, read from top to bottom beside the formulas. */
 #ifndef TEST_GATE_REFERENCE_H
 #define TEST_GATE_REFERENCE_H
 #include <setjmp.h>
