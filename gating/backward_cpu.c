@@ -162,10 +162,8 @@ static void add_to_dx(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_
   for (int64_t r = 0; r < span.rows && !direct; r++) {
     float *row = tile->input + r * hidden;
     if (pmoei_gate_has_jitter(call)) pmoei_gate_jitter(call, span.first + r, 0, row, hidden);
-    if (dx->dtype == PMOE_F32)
-      add_f32(pmoei_row(dx, span.first + r), row, hidden);
-    else
-      add_bf16(pmoei_row(dx, span.first + r), row, hidden);
+    if (dx->dtype == PMOE_F32) add_f32(pmoei_row(dx, span.first + r), row, hidden);
+    else add_bf16(pmoei_row(dx, span.first + r), row, hidden);
   }
 }
 
@@ -175,10 +173,8 @@ static void gradient_block(void *arg, int64_t block, int32_t thread) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
   pmoei_gate_span span = pmoei_gate_block(call, block);
   load_choices(call, tile, block);
-  if (pmoei_gate_has_losses(call->gate))
-    restore_logits(call, tile, block);
-  else
-    pmoei_gate_logits(call, tile, block, thread);
+  if (pmoei_gate_has_losses(call->gate)) restore_logits(call, tile, block);
+  else pmoei_gate_logits(call, tile, block, thread);
   pmoei_gate_extremes(call, tile);
   for (int64_t i = 0; i < top_k * LANES; i++)
     tile->value[i] = tile->logits[(int64_t)tile->expert[i] * LANES + i % LANES];
