@@ -1,6 +1,7 @@
-/* Ranks that are threads of one process. A rank publishes its exchange and goes on; to finish it waits until its peers have published
- * theirs, copies its own rows out of their buffers, and waits until they have done the same with its own. Nobody ever writes into
- * another rank's memory, and a rank that fails leaves only when no peer reads from it any more. */
+/* Ranks that are threads of one process. A rank publishes its exchange and goes on; to finish it waits until its peers
+ * have published theirs, copies its own rows out of their buffers, and waits until they have done the same with its
+ * own. Nobody ever writes into another rank's memory, and a rank that fails leaves only when no peer reads from it any
+ * more. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -31,7 +32,8 @@ struct pmoe_hub {
   pthread_mutex_t mutex; /* guards everything below */
   pthread_cond_t changed;
   int32_t refs, nranks;
-  pmoe_status failed; /* TIMEOUT and MISMATCH: `why` is every rank's sentence; else `failed_rank` failed because of it */
+  pmoe_status
+      failed; /* TIMEOUT and MISMATCH: `why` is every rank's sentence; else `failed_rank` failed because of it */
   int32_t failed_rank;
   char why[512];
   member members[];
@@ -51,7 +53,8 @@ static pmoe_hub *hub_new(int32_t nranks) {
   pthread_condattr_t monotonic;
   bool attr = pthread_condattr_init(&monotonic) == 0;
   bool mutex = attr && pthread_mutex_init(&hub->mutex, NULL) == 0;
-  bool cond = mutex && pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) == 0 && pthread_cond_init(&hub->changed, &monotonic) == 0;
+  bool cond = mutex && pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) == 0 &&
+              pthread_cond_init(&hub->changed, &monotonic) == 0;
   if (attr) pthread_condattr_destroy(&monotonic);
   if (!cond) {
     if (mutex) pthread_mutex_destroy(&hub->mutex);
@@ -97,13 +100,15 @@ static void hub_fail(pmoe_hub *hub, pmoe_status status, int32_t rank, const char
   pthread_cond_broadcast(&hub->changed);
 }
 
-/* After a failure: this rank's buffers become its own again. Peers that are copying from them finish that; none begins. */
+/* After a failure: this rank's buffers become its own again. Peers that are copying from them finish that; none begins.
+ */
 static pmoe_status leave(pmoe_comm *comm, const char *what) {
   pmoe_hub *hub = hub_of(comm);
   member *me = &hub->members[comm->rank];
   while (me->readers > 0) pthread_cond_wait(&hub->changed, &hub->mutex);
   for (int32_t i = 0; i < POSTS; i++) me->posts[i].exchange = NULL;
-  if (hub->failed == PMOE_ERR_COMM) return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s", what, hub->failed_rank, hub->why);
+  if (hub->failed == PMOE_ERR_COMM)
+    return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s", what, hub->failed_rank, hub->why);
   return pmoei_error(hub->failed, "%s", hub->why);
 }
 
@@ -153,7 +158,8 @@ static void fail_left(pmoe_hub *hub, const post *mine) {
 static struct timespec deadline_of(const pmoe_comm *comm) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  uint64_t ns = (uint64_t)t.tv_nsec + comm->ctx->timeout_ns % 1000000000u, limit = UINT64_C(1) << 40; /* seconds: no overflow */
+  uint64_t ns = (uint64_t)t.tv_nsec + comm->ctx->timeout_ns % 1000000000u, limit = UINT64_C(1)
+                                                                                   << 40; /* seconds: no overflow */
   uint64_t seconds = comm->ctx->timeout_ns / 1000000000u + ns / 1000000000u;
   t.tv_sec += (time_t)(seconds < limit ? seconds : limit);
   t.tv_nsec = (long)(ns % 1000000000u);
@@ -180,7 +186,8 @@ static void check_peers(pmoe_comm *comm, const post *mine) {
     ((thread_rank *)comm->state)->theirs[p] = their_post;
     if (strcmp(theirs->what, mine->exchange->what) != 0) {
       char why[sizeof hub->why];
-      snprintf(why, sizeof why, "rank %d is in %s, but rank %d is in %s", comm->rank, mine->exchange->what, p, theirs->what);
+      snprintf(why, sizeof why, "rank %d is in %s, but rank %d is in %s", comm->rank, mine->exchange->what, p,
+               theirs->what);
       hub_fail(hub, PMOE_ERR_MISMATCH, comm->rank, why);
     } else if (pmoei_exchange_check(theirs, p, mine->exchange, comm->rank) != PMOE_OK ||
                pmoei_exchange_check(mine->exchange, comm->rank, theirs, p) != PMOE_OK) {
@@ -281,7 +288,9 @@ static pmoe_status take_place(pmoe_hub *hub, int32_t rank) {
     hub->refs++;
   }
   pthread_mutex_unlock(&hub->mutex);
-  return taken ? pmoei_error(PMOE_ERR_STATE, "rank is %d, which is taken already; each rank of a hub is taken once", rank) : PMOE_OK;
+  return taken
+             ? pmoei_error(PMOE_ERR_STATE, "rank is %d, which is taken already; each rank of a hub is taken once", rank)
+             : PMOE_OK;
 }
 
 pmoe_status pmoe_comm_from_hub(pmoe_ctx *ctx, pmoe_hub *hub, int32_t rank, pmoe_comm **out) {
@@ -334,7 +343,8 @@ static pmoe_status join_child(pmoe_comm *comm, const pmoei_subgroup *group, pmoe
   return status;
 }
 
-/* The first rank of each group makes its hub; the others find it after one barrier, and have joined it before the other. */
+/* The first rank of each group makes its hub; the others find it after one barrier, and have joined it before the
+ * other. */
 static pmoe_status threads_split(pmoe_comm *comm, const pmoei_subgroup *group, pmoe_comm **out) {
   pmoe_hub *made = group->size > 0 && group->rank == 0 ? hub_new(group->size) : NULL;
   set_child(comm, made);

@@ -16,7 +16,8 @@ typedef struct running {
 static _Thread_local running *current;
 
 static void give_up(const char *file, int line, const char *text, const char *why) {
-  snprintf(current->failure, RANKS_TEXT, "%s:%d: rank %d: %s%s%s", file, line, current->rank, text, why[0] ? ": " : "", why);
+  snprintf(current->failure, RANKS_TEXT, "%s:%d: rank %d: %s%s%s", file, line, current->rank, text, why[0] ? ": " : "",
+           why);
   longjmp(current->out, 1);
 }
 
@@ -24,7 +25,8 @@ void rank_check(bool condition, const char *text, const char *file, int line) {
   if (!condition) give_up(file, line, text, "");
 }
 
-void rank_check_status(pmoe_status got, pmoe_status expected, const char *word, const char *call, const char *file, int line) {
+void rank_check_status(pmoe_status got, pmoe_status expected, const char *word, const char *call, const char *file,
+                       int line) {
   char why[RANKS_TEXT / 2];
   const char *sentence = got < 0 ? pmoe_last_error() : "";
   if (got != expected) {
@@ -69,10 +71,13 @@ void run_ranks_with(const ranks_config *config, rank_body body, void *arg) {
   ranks_job job = {.config = config, .body = body, .arg = arg};
   char failure[RANKS_TEXT] = "";
   ranks_launch(&job, failure);
-  if (failure[0]) fail_msg("on %d ranks%s: %s", config->nranks, config->transport == RANKS_CALLBACKS ? " by callbacks" : "", failure);
+  if (failure[0])
+    fail_msg("on %d ranks%s: %s", config->nranks, config->transport == RANKS_CALLBACKS ? " by callbacks" : "", failure);
 }
 
-void run_ranks(int32_t nranks, rank_body body, void *arg) { run_ranks_with(&(ranks_config){.nranks = nranks}, body, arg); }
+void run_ranks(int32_t nranks, rank_body body, void *arg) {
+  run_ranks_with(&(ranks_config){.nranks = nranks}, body, arg);
+}
 
 void run_ranks_all(rank_body body, void *arg) {
   static const int32_t counts[] = {1, 2, 3, 4, 8};
