@@ -1,6 +1,8 @@
 /* The router's gradients against finite differences of the naive router in double precision, over modes and losses. */
 #include "test_gate_reference.h"
 
+#include "core/dtype.h"
+
 /* sum weight dweight + loss_scale (aux + z), for fixed choices and drops. x is before jitter. */
 static double objective(const gate_case *c, const double *x, const double *w, const double *b, float loss_scale) {
   int64_t E = c->cfg.num_experts, K = c->cfg.top_k;

@@ -1,6 +1,6 @@
 /* What must not change the router's results: the run, the number of threads, how tokens are split over calls, the order
  * of tokens, the names of experts, a capacity that is large enough; and randomness only where it belongs. */
-#include "test_gate_reference.h"
+#include "test_gate_case.h"
 
 static pmoe_gate_config busy_config(int32_t E, int32_t K) {
   pmoe_gate_config cfg = gate_config(E, K);

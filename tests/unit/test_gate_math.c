@@ -1,5 +1,5 @@
 /* core/vmath.h against the C library in double, and the selection of a threshold. */
-#include "test_gate_reference.h"
+#include "test_gate_case.h"
 
 #include "core/vmath.h"
 #include "gating/gate_cpu.h"
