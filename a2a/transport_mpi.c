@@ -298,6 +298,7 @@ static pmoe_status mpi_exchange_start(pmoe_comm *comm, pmoei_exchange *x) {
     s->round = 0;
     s->rounds = count_rounds(comm, x);
     x->request = s;
+    pmoei_exchange_copy(x, comm->rank, x, comm->rank); /* ahead of the messages, which would compete for the caches */
     status = post_round(comm, x, s);
   }
   return status == PMOE_OK ? PMOE_OK : give_up(comm, x->what, status);
@@ -305,7 +306,6 @@ static pmoe_status mpi_exchange_start(pmoe_comm *comm, pmoei_exchange *x) {
 
 static pmoe_status mpi_exchange_finish(pmoe_comm *comm, pmoei_exchange *x) {
   slot *s = x->request;
-  pmoei_exchange_copy(x, comm->rank, x, comm->rank);
   pmoe_status status = wait_round(comm, x, s);
   while (status == PMOE_OK && ++s->round < s->rounds) {
     status = post_round(comm, x, s);
