@@ -21,6 +21,7 @@ struct lm_param {
   int32_t num_global_experts; /* 0: dense */
   int first_copy;             /* 1 on one of the ranks that hold the same values, which saves them */
   int decay;                  /* whether weight decay applies */
+  int in_moe;                 /* whether it belongs to a pmoe layer, which sums its gradient over the ranks itself */
 };
 
 /* Sums over tokens, to be added up over micro-batches and ranks. */
