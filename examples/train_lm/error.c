@@ -2,9 +2,11 @@
 
 #include <pmoe/pmoe.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "ranks.h"
 
@@ -16,12 +18,21 @@ int lm_error_set(struct lm_error *err, const char *format, ...) {
   return -1;
 }
 
+/* What fails on one rank mostly fails on all: one thread speaks, and the first process before the others. */
+static void wait_for_turn(void) {
+  static atomic_flag taken = ATOMIC_FLAG_INIT;
+  if (atomic_flag_test_and_set(&taken))
+    for (;;) pause();
+  if (!ranks_is_first_process()) sleep(2);
+}
+
 void lm_fatal(const char *format, ...) {
   char text[2048];
   va_list args;
   va_start(args, format);
   vsnprintf(text, sizeof text, format, args);
   va_end(args);
+  wait_for_turn();
   fflush(stdout);
   fprintf(stderr, "train_lm: %s\n", text);
   ranks_abort();
