@@ -57,6 +57,7 @@ static FILE *open_rows(const char *folder, const char *name, const char *header,
     file = NULL;
   }
   if (!file) lm_error_set(err, "%s: %s", path, strerror(errno));
+  else setvbuf(file, NULL, _IOLBF, BUFSIZ); /* rows are there to be read while the run goes on */
   return file;
 }
 
