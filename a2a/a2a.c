@@ -2,15 +2,17 @@
 
 #include <inttypes.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "pmoe/topology.h"
 
-static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, int32_t nranks) {
+static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, int32_t num_experts, int32_t nranks) {
   PMOEI_REQUIRE((int)cfg->sizing == PMOE_SIZING_EAGER || (int)cfg->sizing == PMOE_SIZING_FIXED,
                 "cfg->sizing is %d; a pmoe_sizing was expected", (int)cfg->sizing);
-  PMOEI_REQUIRE(cfg->max_recv_rows >= 0, "cfg->max_recv_rows is %" PRId64 "; 0 or more was expected",
-                cfg->max_recv_rows);
-  PMOEI_REQUIRE(cfg->max_tokens >= 0, "cfg->max_tokens is %" PRId64 "; 0 or more was expected", cfg->max_tokens);
+  PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
+                "cfg->max_recv_rows is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_recv_rows, PMOEI_MAX_ROWS);
+  PMOEI_REQUIRE(cfg->max_tokens >= 0 && cfg->max_tokens <= PMOEI_MAX_ROWS,
+                "cfg->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_tokens, PMOEI_MAX_ROWS);
   if (cfg->sizing == PMOE_SIZING_EAGER) return PMOE_OK;
   PMOEI_REQUIRE(cfg->max_tokens > 0, "cfg->max_tokens is 0; fixed sizing needs the largest token count of any rank");
   PMOEI_REQUIRE(capacity > 0 || cfg->max_recv_rows > 0,
@@ -18,6 +20,9 @@ static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, in
   PMOEI_REQUIRE(cfg->max_recv_rows == 0 || cfg->max_recv_rows >= nranks,
                 "cfg->max_recv_rows is %" PRId64 "; at least one row for each of the %d source ranks was expected",
                 cfg->max_recv_rows, nranks);
+  PMOEI_REQUIRE(cfg->max_recv_rows > 0 || capacity <= PMOEI_MAX_ROWS / nranks / num_experts,
+                "capacity_per_expert is %" PRId64 "; at most %" PRId64 " was expected for %d ranks and %d experts",
+                capacity, PMOEI_MAX_ROWS / nranks / num_experts, nranks, num_experts);
   return PMOE_OK;
 }
 
@@ -34,7 +39,7 @@ pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_d
                 capacity_per_expert);
   pmoe_a2a_config cfg = PMOE_CONFIG_INIT(pmoe_a2a_config);
   if (config) PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
-  PMOEI_TRY(check_config(&cfg, capacity_per_expert, ep->nranks));
+  PMOEI_TRY(check_config(&cfg, capacity_per_expert, num_experts, ep->nranks));
 
   pmoe_a2a *a2a;
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *a2a, "a2a", &a2a));

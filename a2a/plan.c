@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "a2a/a2a.h"
+#include "core/check.h"
 #include "core/config.h"
 #include "pmoe/topology.h"
 
@@ -182,8 +183,9 @@ static pmoe_status check_routing(const pmoe_plan *plan, const pmoe_routing *rout
   const pmoe_a2a *a2a = plan->a2a;
   PMOEI_REQUIRE(r.num_experts == a2a->num_experts, "routing->num_experts is %d; %d was expected", r.num_experts,
                 a2a->num_experts);
-  PMOEI_REQUIRE(r.tokens >= 0, "routing->tokens is %" PRId64 "; 0 or more was expected", r.tokens);
   PMOEI_REQUIRE(r.top_k > 0, "routing->top_k is %d; 1 or more was expected", r.top_k);
+  PMOEI_REQUIRE(r.tokens >= 0 && r.tokens <= PMOEI_MAX_ROWS / r.top_k,
+                "routing->tokens is %" PRId64 "; 0 to %" PRId64 " was expected", r.tokens, PMOEI_MAX_ROWS / r.top_k);
   PMOEI_REQUIRE(a2a->cfg.max_tokens == 0 || r.tokens <= a2a->cfg.max_tokens,
                 "routing->tokens is %" PRId64 "; at most max_tokens (%" PRId64 ") was expected", r.tokens,
                 a2a->cfg.max_tokens);

@@ -16,7 +16,8 @@
 enum { SLOTS = PMOEI_MAX_EXCHANGES + 1, RECV = 0, SEND = 1 };
 
 static const size_t message_limit = (size_t)1 << 30; /* MPI counts in int */
-static const uint64_t yield_ns = 5000000u;           /* a rank that waits longer sleeps between its looks */
+/* A rank that waits looks again at once, after this time lets others have its core, and at last sleeps between its looks. */
+static const uint64_t spin_ns = 50000u, yield_ns = 5000000u;
 static const uint64_t listen_ns = 200000u;           /* between looks for notices */
 static const uint64_t drain_ns = 200000000u;         /* at most, for messages that are under way when a rank gives up */
 
@@ -50,6 +51,7 @@ typedef struct mpi_state {
   outbox here, failed;
   notice *heard; /* [nranks] the last notice of each; what[0] == 0: none */
   int32_t heard_failure; /* rank, or -1 */
+  uint64_t listened;     /* when it last looked for notices */
 } mpi_state;
 
 void pmoei_mpi_set_message_limit(pmoe_comm *comm, size_t bytes) { ((mpi_state *)comm->state)->message_limit = bytes; }
@@ -62,6 +64,7 @@ static pmoe_status mpi_error(const char *what, int code) {
 }
 
 static void rest(uint64_t idle_ns) {
+  if (idle_ns < spin_ns) return;
   if (idle_ns < yield_ns) sched_yield();
   else nanosleep(&(struct timespec){0, 50000}, NULL);
 }
@@ -95,9 +98,12 @@ static void listen(pmoe_comm *comm) {
 }
 
 /* ERR_COMM, TIMEOUT or MISMATCH if a peer has sent such a notice. */
-static pmoe_status heard_failure(pmoe_comm *comm, const char *what) {
+static pmoe_status heard_failure(pmoe_comm *comm, const char *what, uint64_t now) {
   mpi_state *state = comm->state;
-  listen(comm);
+  if (now - state->listened >= listen_ns) {
+    listen(comm);
+    state->listened = now;
+  }
   if (state->heard_failure < 0) return PMOE_OK;
   const notice *heard = &state->heard[state->heard_failure];
   if (heard->status == PMOE_ERR_TIMEOUT || heard->status == PMOE_ERR_MISMATCH)
@@ -210,7 +216,7 @@ static pmoe_status other_collective(pmoe_comm *comm, const char *what, int32_t p
   say(comm, &state->here, NOTICE_HERE, PMOE_OK, what, "");
   uint64_t start = pmoei_now_ns(), waited = 0;
   while (state->heard[peer].what[0] == 0 && waited < comm->ctx->timeout_ns) {
-    PMOEI_TRY(heard_failure(comm, what));
+    PMOEI_TRY(heard_failure(comm, what, start + waited));
     rest(waited);
     waited = pmoei_now_ns() - start;
   }
@@ -238,7 +244,7 @@ static pmoe_status check_message(pmoe_comm *comm, const pmoei_exchange *x, const
 
 static pmoe_status wait_round(pmoe_comm *comm, const pmoei_exchange *x, slot *s) {
   mpi_state *state = comm->state;
-  uint64_t start = pmoei_now_ns(), last = start, listened = start;
+  uint64_t start = pmoei_now_ns(), last = start;
   for (;;) {
     int done = 0;
     int result = MPI_Testsome(used_requests(comm, x), s->requests, &done, state->indices, state->statuses);
@@ -248,14 +254,11 @@ static pmoe_status wait_round(pmoe_comm *comm, const pmoei_exchange *x, slot *s)
       int code = result == MPI_ERR_IN_STATUS ? state->statuses[i].MPI_ERROR : MPI_SUCCESS;
       PMOEI_TRY(check_message(comm, x, s, state->indices[i], &state->statuses[i], code));
     }
-    if (done > 0) continue;
     uint64_t now = pmoei_now_ns();
-    bool late = now - start >= comm->ctx->timeout_ns;
-    if (late || now - listened >= listen_ns) {
-      PMOEI_TRY(heard_failure(comm, x->what));
-      listened = now;
-    }
-    if (late) return too_late(comm, x, s);
+    if (done > 0) last = now;
+    if (done > 0) continue;
+    PMOEI_TRY(heard_failure(comm, x->what, now));
+    if (now - start >= comm->ctx->timeout_ns) return too_late(comm, x, s);
     rest(now - last);
   }
 }
@@ -275,7 +278,7 @@ static int64_t count_rounds(const pmoe_comm *comm, const pmoei_exchange *x) {
 
 static pmoe_status mpi_exchange_start(pmoe_comm *comm, pmoei_exchange *x) {
   mpi_state *state = comm->state;
-  pmoe_status status = heard_failure(comm, x->what);
+  pmoe_status status = heard_failure(comm, x->what, pmoei_now_ns());
   if (status == PMOE_OK) status = pmoei_exchange_check(x, comm->rank, x, comm->rank);
   slot *s = state->slots;
   while (s->used) s++;
@@ -313,7 +316,7 @@ static void finish_sending(const pmoe_comm *comm, outbox *box) {
   int done = 0;
   while (!done && pmoei_now_ns() - start < drain_ns) {
     MPI_Testall(comm->nranks, box->requests, &done, MPI_STATUSES_IGNORE);
-    if (!done) rest(0);
+    if (!done) rest(spin_ns);
   }
 }
 

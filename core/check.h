@@ -4,6 +4,10 @@
 #include "core/dtype.h"
 #include "core/status.h"
 
+/* Tokens or rows that one rank can have: beyond any memory, and low enough that no product with other sizes leaves 63
+ * bits. */
+#define PMOEI_MAX_ROWS (INT64_C(1) << 30)
+
 /* A matrix of `rows` (any number if < 0) by `cols` of `dtype`, or an ERR_ARG that names what is wrong with it. */
 pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols);
 /* The same, where float32 is welcome beside `dtype`. */

@@ -82,14 +82,16 @@ static const char *element(const void *p, pmoe_dtype dtype, int64_t row, int64_t
 }
 
 /* Rows [row, row + rows) and columns of a matrix, in float32 and dense. */
-static void widen(float *tile, const void *p, pmoe_dtype dtype, int64_t ld, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+static void widen(float *tile, const void *p, pmoe_dtype dtype, int64_t ld, int64_t row, int64_t rows, int64_t col,
+                  int64_t cols) {
   for (int64_t r = 0; r < rows; r++) pmoei_to_f32(tile + r * cols, element(p, dtype, row + r, ld, col), dtype, cols);
 }
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* C's block [i, i + m) x [j, j + n) from float32 tiles; the sum over k is complete before it is rounded to C's type. */
-static void widened_block(pmoei_gemm *gemm, int32_t thread, const pmoei_product *p, int64_t i, int64_t m, int64_t j, int64_t n) {
+static void widened_block(pmoei_gemm *gemm, int32_t thread, const pmoei_product *p, int64_t i, int64_t m, int64_t j,
+                          int64_t n) {
   float *a = gemm->tiles + (size_t)thread * TILES, *b = a + TILE_A, *c = b + TILE_B;
   pmoei_product part = {.trans_a = p->trans_a, .trans_b = p->trans_b, .m = m, .n = n, .a = a, .b = b, .c = c, .ldc = n};
   if (p->out == PMOE_F32) { /* no rounding: straight into place */
@@ -139,5 +141,6 @@ void pmoei_gemm_run(pmoei_gemm *gemm, int32_t thread, const pmoei_product *p) {
 pmoe_status pmoei_gemm_take_error(pmoei_gemm *gemm) {
   int code = atomic_exchange(&gemm->error, 0);
   if (code == 0) return PMOE_OK;
-  return pmoei_error(PMOE_ERR_INTERNAL, "%s: a matrix product failed with the library's status %d", gemm->library, code);
+  return pmoei_error(PMOE_ERR_INTERNAL, "%s: a matrix product failed with the library's status %d", gemm->library,
+                     code);
 }

@@ -6,7 +6,8 @@
 
 #include "core/gemm_provider.h"
 
-/* OpenBLAS only; other libraries leave them NULL. cblas.h may declare them with other qualifiers, so they get names of their own. */
+/* OpenBLAS only; other libraries leave them NULL. cblas.h may declare them with other qualifiers, so they get names of
+ * their own. */
 extern char *corename(void) __asm__("openblas_get_corename") __attribute__((weak));
 extern char *config(void) __asm__("openblas_get_config") __attribute__((weak));
 extern int parallel(void) __asm__("openblas_get_parallel") __attribute__((weak));
@@ -25,8 +26,9 @@ static void check_core(pmoei_gemm *gemm, const char *core) {
   bool fits = one_of(core, avx512) || (one_of(core, avx2) && (!has_avx512 || strcmp(core, "Zen") == 0));
   if (fits || !__builtin_cpu_supports("avx2")) return;
   snprintf(gemm->warning_text, sizeof gemm->warning_text,
-           "OpenBLAS runs its \"%s\" kernels although this processor has %s; set OPENBLAS_CORETYPE=%s before the program starts", core,
-           has_avx512 ? "AVX-512" : "AVX2", has_avx512 ? "SkylakeX" : "Haswell");
+           "OpenBLAS runs its \"%s\" kernels although this processor has %s; set OPENBLAS_CORETYPE=%s before the "
+           "program starts",
+           core, has_avx512 ? "AVX-512" : "AVX2", has_avx512 ? "SkylakeX" : "Haswell");
   gemm->warning = gemm->warning_text;
 #else
   (void)gemm, (void)core;
@@ -49,7 +51,8 @@ static pmoe_status create(pmoe_ctx *ctx, pmoei_gemm *gemm) {
   }
   if (parallel && parallel() == 1 && !gemm->warning) { /* its own threads, which know nothing of ours */
     snprintf(gemm->warning_text, sizeof gemm->warning_text,
-             "this OpenBLAS starts threads of its own in every product; use its OpenMP or serial build, or OPENBLAS_NUM_THREADS=1");
+             "this OpenBLAS starts threads of its own in every product; use its OpenMP or serial build, or "
+             "OPENBLAS_NUM_THREADS=1");
     gemm->warning = gemm->warning_text;
   }
   return PMOE_OK;
@@ -62,8 +65,9 @@ static int run(pmoei_gemm *gemm, int32_t thread, const pmoei_product *p) {
   const int64_t sizes[] = {p->m, p->n, p->k, p->lda, p->ldb, p->ldc};
   for (int i = 0; i < 6; i++)
     if (sizes[i] > INT_MAX) return -1;
-  cblas_sgemm(CblasRowMajor, p->trans_a ? CblasTrans : CblasNoTrans, p->trans_b ? CblasTrans : CblasNoTrans, (int)p->m, (int)p->n,
-              (int)p->k, 1.0f, p->a, (int)p->lda, p->b, (int)p->ldb, p->accumulate ? 1.0f : 0.0f, p->c, (int)p->ldc);
+  cblas_sgemm(CblasRowMajor, p->trans_a ? CblasTrans : CblasNoTrans, p->trans_b ? CblasTrans : CblasNoTrans, (int)p->m,
+              (int)p->n, (int)p->k, 1.0f, p->a, (int)p->lda, p->b, (int)p->ldb, p->accumulate ? 1.0f : 0.0f, p->c,
+              (int)p->ldc);
   return 0;
 }
 

@@ -3,8 +3,8 @@
  *   float32, A · Bᵀ             matmul made for this m: 10 to 50 % faster than sgemm from 16 rows on, slower below
  *   bf16, A · Bᵀ                matmul made for this m: up to 50 % faster than one whose m is given at run time
  *   bf16, A · B and Aᵀ · B      matmul with m, or k, given at run time: as fast, and one serves every row count
- * The choice depends on sizes alone, so that results repeat. A matmul for a new m costs about 0.1 ms once (0.7 ms with AMX); oneDNN keeps its code
- * in a cache of its own, shared by all threads. */
+ * The choice depends on sizes alone, so that results repeat. A matmul for a new m costs about 0.1 ms once (0.7 ms with
+ * AMX); oneDNN keeps its code in a cache of its own, shared by all threads. */
 #include <oneapi/dnnl/dnnl.h>
 #include <stdio.h>
 #include <string.h>
@@ -22,8 +22,11 @@ static dnnl_status_t make_desc(mem_desc *out, dnnl_dims_t dims, dnnl_data_type_t
   return dnnl_memory_desc_create_with_strides(out, 2, dims, type, strides);
 }
 static void free_desc(mem_desc *desc) { dnnl_memory_desc_destroy(*desc); }
-static dnnl_status_t append_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef); }
-static dnnl_status_t make_matmul(dnnl_primitive_desc_t *out, dnnl_engine_t engine, const mem_desc desc[3], dnnl_primitive_attr_t attr) {
+static dnnl_status_t append_sum(dnnl_post_ops_t ops) {
+  return dnnl_post_ops_append_sum(ops, 1.0f, 0, dnnl_data_type_undef);
+}
+static dnnl_status_t make_matmul(dnnl_primitive_desc_t *out, dnnl_engine_t engine, const mem_desc desc[3],
+                                 dnnl_primitive_attr_t attr) {
   return dnnl_matmul_primitive_desc_create(out, engine, desc[0], desc[1], NULL, desc[2], attr);
 }
 #else
@@ -35,7 +38,8 @@ static dnnl_status_t make_desc(mem_desc *out, dnnl_dims_t dims, dnnl_data_type_t
 }
 static void free_desc(mem_desc *desc) { (void)desc; }
 static dnnl_status_t append_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
-static dnnl_status_t make_matmul(dnnl_primitive_desc_t *out, dnnl_engine_t engine, const mem_desc desc[3], dnnl_primitive_attr_t attr) {
+static dnnl_status_t make_matmul(dnnl_primitive_desc_t *out, dnnl_engine_t engine, const mem_desc desc[3],
+                                 dnnl_primitive_attr_t attr) {
   dnnl_matmul_desc_t matmul;
   dnnl_status_t status = dnnl_matmul_desc_init(&matmul, &desc[0], &desc[1], NULL, &desc[2]);
   return status == dnnl_success ? dnnl_primitive_desc_create(out, &matmul, attr, engine, NULL) : status;
@@ -96,8 +100,8 @@ static dnnl_status_t make_descs(const layout *l, mem_desc desc[3]) {
   return dnnl_success;
 }
 
-/* The caller supplies the matmul's temporaries: a library-owned buffer would belong to the thread that made the matmul, and worker
- * numbers do not always meet the same thread. */
+/* The caller supplies the matmul's temporaries: a library-owned buffer would belong to the thread that made the matmul,
+ * and worker numbers do not always meet the same thread. */
 static dnnl_status_t make_attr(bool accumulate, dnnl_primitive_attr_t *out) {
   dnnl_post_ops_t ops = NULL;
   TRY(dnnl_primitive_attr_create(out));
@@ -134,7 +138,8 @@ static void drop(matmul *entry) {
 
 static dnnl_status_t find_matmul(state *s, worker *w, const layout *key, matmul **out) {
   uint64_t hash = 0;
-  const int64_t parts[] = {key->m, key->n, key->k, key->lda, key->ldb, key->ldc, key->trans_a, key->trans_b, key->accumulate, key->in, key->out};
+  const int64_t parts[] = {key->m,       key->n,       key->k,          key->lda, key->ldb, key->ldc,
+                           key->trans_a, key->trans_b, key->accumulate, key->in,  key->out};
   for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) hash = (hash ^ (uint64_t)parts[i]) * 0x9e3779b97f4a7c15u;
   matmul *set = w->cache[(hash >> 40) % SETS], *oldest = set;
   for (int i = 0; i < WAYS; i++) {
@@ -185,7 +190,9 @@ static dnnl_status_t execute(state *s, worker *w, const matmul *entry, const lay
   for (; made < 4; made++) {
     args[made].arg = names[made];
     if (made < 3) status = dnnl_memory_create(&args[made].memory, pass(&desc[made]), s->engine, data[made]);
-    else status = make_scratch(s, w, dnnl_primitive_desc_query_md(entry->desc, dnnl_query_scratchpad_md, 0), &args[made].memory);
+    else
+      status = make_scratch(s, w, dnnl_primitive_desc_query_md(entry->desc, dnnl_query_scratchpad_md, 0),
+                            &args[made].memory);
     if (status != dnnl_success) break;
   }
   if (status == dnnl_success) status = dnnl_primitive_execute(entry->primitive, w->stream, 4, args);
@@ -198,9 +205,10 @@ static dnnl_status_t execute(state *s, worker *w, const matmul *entry, const lay
 static int run(pmoei_gemm *gemm, int32_t thread, const pmoei_product *p) {
   state *s = gemm->state;
   if (p->in == PMOE_F32 && (!p->trans_b || p->trans_a || p->m < SGEMM_ROWS))
-    return dnnl_sgemm(p->trans_a ? 'T' : 'N', p->trans_b ? 'T' : 'N', p->m, p->n, p->k, 1.0f, p->a, p->lda, p->b, p->ldb,
-                      p->accumulate ? 1.0f : 0.0f, p->c, p->ldc);
-  layout actual = {p->m, p->n, p->k, p->lda, p->ldb, p->ldc, p->trans_a, p->trans_b, p->accumulate, p->in, p->out, 0}, key = actual;
+    return dnnl_sgemm(p->trans_a ? 'T' : 'N', p->trans_b ? 'T' : 'N', p->m, p->n, p->k, 1.0f, p->a, p->lda, p->b,
+                      p->ldb, p->accumulate ? 1.0f : 0.0f, p->c, p->ldc);
+  layout actual = {p->m, p->n, p->k, p->lda, p->ldb, p->ldc, p->trans_a, p->trans_b, p->accumulate, p->in, p->out, 0},
+         key = actual;
   if (p->trans_a) key.k = DNNL_RUNTIME_DIM_VAL;
   else if (!p->trans_b) key.m = DNNL_RUNTIME_DIM_VAL;
   matmul *entry;
@@ -215,12 +223,13 @@ static void probe(state *s, pmoe_dtype dtype, char *name, size_t bytes) {
   const char *text = "";
   name[0] = 0;
   if (make_primitive_desc(s->engine, &l, &desc) != dnnl_success) return;
-  if (dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, &text) == dnnl_success) snprintf(name, bytes, "%s", text);
+  if (dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, &text) == dnnl_success)
+    snprintf(name, bytes, "%s", text);
   dnnl_primitive_desc_destroy(desc);
 }
 
-/* bf16 pays with AMX; with AVX512_BF16 alone on AMD's cores (twice float32), not on Intel's (half of it). Elsewhere oneDNN emulates it, if it
- * has it at all. */
+/* bf16 pays with AMX; with AVX512_BF16 alone on AMD's cores (twice float32), not on Intel's (half of it). Elsewhere
+ * oneDNN emulates it, if it has it at all. */
 static bool bf16_pays(const char *name) {
   if (strstr(name, "amx")) return true;
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -239,7 +248,8 @@ static pmoe_status create(pmoe_ctx *ctx, pmoei_gemm *gemm) {
   for (int32_t i = 0; i < gemm->threads && status == dnnl_success; i++)
     status = dnnl_stream_create(&s->workers[i].stream, s->engine, dnnl_stream_default_flags);
   if (status != dnnl_success)
-    return pmoei_error(PMOE_ERR_INTERNAL, "%s: the CPU engine could not be made (status %d)", gemm->library, (int)status);
+    return pmoei_error(PMOE_ERR_INTERNAL, "%s: the CPU engine could not be made (status %d)", gemm->library,
+                       (int)status);
   char f32[24], bf16[24];
   probe(s, PMOE_F32, f32, sizeof f32);
   probe(s, PMOE_BF16, bf16, sizeof bf16);

@@ -1,5 +1,5 @@
-/* Portable products: packed panels and a small block of C in registers, which compilers vectorise. Runs where no library is, and
- * under sanitizers. */
+/* Portable products: packed panels and a small block of C in registers, which compilers vectorise. Runs where no
+ * library is, and under sanitizers. */
 #include <stdio.h>
 #include <string.h>
 
@@ -7,7 +7,7 @@
 #include "core/gemm_provider.h"
 #include "core/simd.h"
 
-enum { ROWS = 6, COLS = 16 };                     /* of C in registers */
+enum { ROWS = 6, COLS = 16 };                        /* of C in registers */
 enum { BLOCK_M = 96, BLOCK_N = 128, BLOCK_K = 256 }; /* packed at a time; multiples of the above */
 
 typedef struct workspace {
@@ -15,7 +15,8 @@ typedef struct workspace {
 } workspace;
 
 static pmoe_status create(pmoe_ctx *ctx, pmoei_gemm *gemm) {
-  snprintf(gemm->library, sizeof gemm->library, "pmoe %d.%d.%d", PMOE_VERSION_MAJOR, PMOE_VERSION_MINOR, PMOE_VERSION_PATCH);
+  snprintf(gemm->library, sizeof gemm->library, "pmoe %d.%d.%d", PMOE_VERSION_MAJOR, PMOE_VERSION_MINOR,
+           PMOE_VERSION_PATCH);
   snprintf(gemm->isa, sizeof gemm->isa, "portable C");
   snprintf(gemm->warning_text, sizeof gemm->warning_text,
            "products run in portable C, several times slower than a matrix library; build with oneDNN or CBLAS");
@@ -34,16 +35,18 @@ static float element(const void *p, pmoe_dtype dtype, int64_t i) {
   return dtype == PMOE_F32 ? ((const float *)p)[i] : pmoei_bf16_to_f32(((const pmoei_bf16 *)p)[i]);
 }
 
-/* `count` lines of a matrix, `k` long, as panels of `width` lines whose elements at the same place lie together; missing lines are
- * zero. Line i's element l is at i * line + l * step. */
-static void pack(float *out, const void *p, pmoe_dtype dtype, int64_t count, int64_t k, int64_t width, int64_t line, int64_t step) {
+/* `count` lines of a matrix, `k` long, as panels of `width` lines whose elements at the same place lie together;
+ * missing lines are zero. Line i's element l is at i * line + l * step. */
+static void pack(float *out, const void *p, pmoe_dtype dtype, int64_t count, int64_t k, int64_t width, int64_t line,
+                 int64_t step) {
   for (int64_t first = 0; first < count; first += width)
     for (int64_t l = 0; l < k; l++)
       for (int64_t i = first; i < first + width; i++)
         *out++ = i < count ? element(p, dtype, i * line + l * step) : 0.0f;
 }
 
-PMOEI_VECTORISED static void multiply_panels(int64_t k, const float *restrict a, const float *restrict b, float *restrict c) {
+PMOEI_VECTORISED static void multiply_panels(int64_t k, const float *restrict a, const float *restrict b,
+                                             float *restrict c) {
   float sum[ROWS][COLS];
   memcpy(sum, c, sizeof sum);
   for (int64_t l = 0; l < k; l++)

@@ -44,7 +44,9 @@ pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe
   REQUIRE_FACTOR(cfg->eval_capacity_factor);
   int64_t capacity;
   PMOEI_TRY(pmoe_gate_capacity(0, cfg->num_experts, cfg->top_k, cfg->capacity_factor, cfg->min_capacity, &capacity));
-  return pmoe_gate_capacity(0, cfg->num_experts, cfg->top_k, cfg->eval_capacity_factor, cfg->min_capacity, &capacity);
+  pmoe_status status =
+      pmoe_gate_capacity(0, cfg->num_experts, cfg->top_k, cfg->eval_capacity_factor, cfg->min_capacity, &capacity);
+  return status == PMOE_OK ? PMOE_OK : pmoei_error(status, "cfg->eval_capacity_factor: %s", pmoe_last_error());
 }
 
 /* Rows are bounded so that no product of sizes overflows, padding included. */

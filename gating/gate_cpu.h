@@ -8,6 +8,7 @@
 enum {
   LANES = PMOEI_GATE_BLOCK,
   LEVELS = 8,             /* choices that one pass of top-k finds */
+  EXPERTS_PER_TASK = 128, /* where tasks run over experts */
   WEIGHT_GRAD_ROWS = 256, /* one product of the weight gradient: tokens, */
   WEIGHT_GRAD_COLS = 64,  /* columns of H, */
   WEIGHT_GRAD_EXPERTS = 512

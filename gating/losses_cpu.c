@@ -5,8 +5,6 @@
 #include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
-enum { EXPERTS_PER_TASK = 128 };
-
 void pmoei_gate_count_live(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
   pmoei_gate_span span = pmoei_gate_block(call, block);

@@ -3,8 +3,6 @@
 #include "core/parallel.h"
 #include "gating/gate_cpu.h"
 
-enum { EXPERTS_PER_TASK = 128 };
-
 /* Larger stays; among equals the earlier token stays. */
 static void set_priorities(const pmoei_gate_call *call, int64_t begin, int64_t end) {
   pmoe_drop drop = call->gate->cfg.drop;

@@ -24,14 +24,14 @@ static inline __attribute__((always_inline)) void insert_all(const float *restri
     }
     for (int64_t e = 0; e < num_experts; e++) {
       vector v;
-      ivector index = (ivector){0} + (int32_t)e;
       memcpy(&v, logits + e * LANES + first, sizeof v);
+      ivector carried = (ivector)v, index = (ivector){0} + (int32_t)e; /* v, then what it pushed down */
       for (int k = 0; k < levels; k++) {
-        ivector better = v > best[k], vbits = (ivector)v, bbits = (ivector)best[k], old = which[k];
-        best[k] = (vector)((better & vbits) | (~better & bbits));
-        v = (vector)((better & bbits) | (~better & vbits));
-        which[k] = (better & index) | (~better & old);
-        index = (better & old) | (~better & index);
+        ivector better = v > best[k], old = (ivector)best[k], old_index = which[k];
+        best[k] = (vector)((better & carried) | (~better & old));
+        carried = (better & old) | (~better & carried);
+        which[k] = (better & index) | (~better & old_index);
+        index = (better & old_index) | (~better & index);
       }
     }
     for (int64_t k = 0; k < wanted; k++) {
@@ -65,7 +65,7 @@ PMOEI_VECTORISED static void keep_open(float *restrict open, const float *restri
   }
 }
 
-/* One of four radix passes: narrows the threshold's digit at `shift`. */
+/* Radix selection: fixes the threshold byte by byte from the top. */
 uint32_t pmoei_gate_threshold(const uint32_t *key, int64_t n, int64_t k, int64_t *ties) {
   uint32_t prefix = 0, mask = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {

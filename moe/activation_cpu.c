@@ -7,7 +7,8 @@
 
 enum { CHUNK = 512 }; /* columns at a time: what one chunk touches stays in the first-level cache */
 
-/* The value and derivative of each scalar function, as one inline function, so that loops below can be stamped out for each. */
+/* The value and derivative of each scalar function, as one inline function, so that loops below can be stamped out for
+ * each. */
 static inline float gelu(float h, float *slope) {
   float density, normal = pmoei_normal(h, &density);
   *slope = normal + h * density;
@@ -15,7 +16,7 @@ static inline float gelu(float h, float *slope) {
 }
 
 static inline float gelu_tanh(float h, float *slope) { /* (1 + tanh u) / 2 is the sigmoid of 2u */
-  const float a = 1.595769122f, b = 0.071354816f; /* 2 sqrt(2/pi), and 0.044715 times it */
+  const float a = 1.595769122f, b = 0.071354816f;      /* 2 sqrt(2/pi), and 0.044715 times it */
   float s = pmoei_sigmoid(h * (a + b * h * h));
   *slope = s + h * s * (1.0f - s) * (a + 3.0f * b * h * h);
   return h * s;
@@ -45,12 +46,12 @@ typedef float (*backward_chunk)(int64_t n, const chunk_grad *c);
   PMOEI_VECTORISED static void name##_forward(int64_t n, const float *h, const float *up, float *a) {                  \
     (void)up;                                                                                                          \
     float slope;                                                                                                       \
-    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = name(h[i], &slope);                                               \
+    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = name(h[i], &slope);                                              \
   }                                                                                                                    \
   PMOEI_VECTORISED static float name##_backward(int64_t n, const chunk_grad *c) {                                      \
     const float *h = c->h, *dact = c->dact;                                                                            \
     float *dh = c->dh, *weighted = c->weighted, weight = c->weight, sum = 0;                                           \
-    PMOEI_SIMD_SUM(sum) for (int64_t i = 0; i < n; i++) {                                                               \
+    PMOEI_SIMD_SUM(sum) for (int64_t i = 0; i < n; i++) {                                                              \
       float slope, a = name(h[i], &slope), d = dact[i];                                                                \
       sum += d * a;                                                                                                    \
       dh[i] = weight * d * slope;                                                                                      \
@@ -62,12 +63,12 @@ typedef float (*backward_chunk)(int64_t n, const chunk_grad *c);
 #define GATED_ACTIVATION(name, gate)                                                                                   \
   PMOEI_VECTORISED static void name##_forward(int64_t n, const float *h, const float *up, float *a) {                  \
     float slope;                                                                                                       \
-    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = gate(h[i], &slope) * up[i];                                       \
+    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = gate(h[i], &slope) * up[i];                                      \
   }                                                                                                                    \
   PMOEI_VECTORISED static float name##_backward(int64_t n, const chunk_grad *c) {                                      \
     const float *h = c->h, *up = c->up, *dact = c->dact;                                                               \
     float *dh = c->dh, *dup = c->dup, *weighted = c->weighted, weight = c->weight, sum = 0;                            \
-    PMOEI_SIMD_SUM(sum) for (int64_t i = 0; i < n; i++) {                                                               \
+    PMOEI_SIMD_SUM(sum) for (int64_t i = 0; i < n; i++) {                                                              \
       float slope, g = gate(h[i], &slope), u = up[i], d = dact[i], wd = weight * d;                                    \
       sum += d * (g * u);                                                                                              \
       dh[i] = wd * u * slope;                                                                                          \
@@ -88,9 +89,12 @@ static const struct {
   forward_chunk forward;
   backward_chunk backward;
 } activations[] = {
-    [PMOE_ACT_GELU] = {gelu_forward, gelu_backward},       [PMOE_ACT_GELU_TANH] = {gelu_tanh_forward, gelu_tanh_backward},
-    [PMOE_ACT_RELU] = {relu_forward, relu_backward},       [PMOE_ACT_SILU] = {silu_forward, silu_backward},
-    [PMOE_ACT_SWIGLU] = {swiglu_forward, swiglu_backward}, [PMOE_ACT_GEGLU] = {geglu_forward, geglu_backward},
+    [PMOE_ACT_GELU] = {gelu_forward, gelu_backward},
+    [PMOE_ACT_GELU_TANH] = {gelu_tanh_forward, gelu_tanh_backward},
+    [PMOE_ACT_RELU] = {relu_forward, relu_backward},
+    [PMOE_ACT_SILU] = {silu_forward, silu_backward},
+    [PMOE_ACT_SWIGLU] = {swiglu_forward, swiglu_backward},
+    [PMOE_ACT_GEGLU] = {geglu_forward, geglu_backward},
 };
 
 PMOEI_VECTORISED static void add_f32(int64_t n, const float *in, const float *bias, float *restrict out) {
@@ -126,7 +130,8 @@ void pmoei_activation_forward(pmoe_act act, int64_t inner, const pmoe_mat *pre, 
     for (int64_t j = 0; j < inner; j += CHUNK) {
       int64_t n = inner - j < CHUNK ? inner - j : CHUNK;
       const float *hc = load(n, element(row, dtype, j), element(bias, dtype, j), dtype, h), *uc = NULL;
-      if (pmoei_act_gated(act)) uc = load(n, element(row, dtype, inner + j), element(bias, dtype, inner + j), dtype, up);
+      if (pmoei_act_gated(act))
+        uc = load(n, element(row, dtype, inner + j), element(bias, dtype, inner + j), dtype, up);
       void *to = (void *)element(row_out, dtype, j);
       activations[act].forward(n, hc, uc, dtype == PMOE_F32 ? to : a);
       if (dtype != PMOE_F32) pmoei_from_f32(to, dtype, a, n);
@@ -143,7 +148,8 @@ static float backward_row(const pmoei_activation_grad *g, int64_t r) {
   for (int64_t j = 0; j < g->inner; j += CHUNK) {
     int64_t n = g->inner - j < CHUNK ? g->inner - j : CHUNK;
     size_t at = (size_t)j * size;
-    chunk_grad c = {.dact = (const float *)pmoei_row(g->dact, r) + j, .weight = g->row_weight ? g->row_weight[r] : 1.0f};
+    chunk_grad c = {.dact = (const float *)pmoei_row(g->dact, r) + j,
+                    .weight = g->row_weight ? g->row_weight[r] : 1.0f};
     c.h = load(n, pre + at, element(g->bias, dtype, j), dtype, h);
     if (gated) c.up = load(n, pre + half + at, element(g->bias, dtype, g->inner + j), dtype, up);
     c.dh = direct ? (void *)(dpre + at) : dh;

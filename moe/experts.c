@@ -10,7 +10,8 @@ static pmoe_status check_config(int32_t hidden, int32_t num_local_experts, const
   PMOEI_REQUIRE(hidden > 0, "hidden is %d; at least 1 was expected", hidden);
   PMOEI_REQUIRE(num_local_experts >= 0, "num_local_experts is %d; at least 0 was expected", num_local_experts);
   PMOEI_REQUIRE(cfg->inner > 0, "cfg->inner is %d; at least 1 was expected", cfg->inner);
-  PMOEI_REQUIRE((int)cfg->act >= 0 && cfg->act <= PMOE_ACT_GEGLU, "cfg->act is %d; a pmoe_act was expected", (int)cfg->act);
+  PMOEI_REQUIRE((int)cfg->act >= 0 && cfg->act <= PMOE_ACT_GEGLU, "cfg->act is %d; a pmoe_act was expected",
+                (int)cfg->act);
   PMOEI_REQUIRE(cfg->bias == 0 || cfg->bias == 1, "cfg->bias is %d; 0 or 1 was expected", cfg->bias);
   PMOEI_REQUIRE(cfg->dtype == PMOE_F32 || cfg->dtype == PMOE_BF16, "cfg->dtype is %s; float32 or bfloat16 was expected",
                 pmoe_dtype_name(cfg->dtype));
@@ -22,8 +23,8 @@ static pmoe_status check_config(int32_t hidden, int32_t num_local_experts, const
   return PMOE_OK;
 }
 
-pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local_experts, const pmoe_experts_config *config,
-                                pmoe_experts **out) {
+pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local_experts,
+                                const pmoe_experts_config *config, pmoe_experts **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_experts_config cfg;
@@ -123,8 +124,9 @@ static pmoe_status check_backward(const pmoei_experts_call *call, pmoe_bwd which
 }
 
 pmoe_status pmoe_experts_backward(pmoe_experts *experts, const pmoe_experts_params *params, const int64_t *rows,
-                                  const pmoe_mat *x, pmoe_mat *pre, const float *row_weight, const pmoe_mat *dy, pmoe_mat *dpre,
-                                  pmoe_mat *dx, float *drow_weight, pmoe_bwd which, pmoe_stream stream) {
+                                  const pmoe_mat *x, pmoe_mat *pre, const float *row_weight, const pmoe_mat *dy,
+                                  pmoe_mat *dpre, pmoe_mat *dx, float *drow_weight, pmoe_bwd which,
+                                  pmoe_stream stream) {
   PMOEI_REQUIRE_POINTER(experts);
   PMOEI_REQUIRE((int)which >= 0 && which <= PMOE_BWD_WEIGHT, "which is %d; a pmoe_bwd was expected", (int)which);
   pmoei_experts_call call = {.experts = experts, .rows = rows, .x = x, .dy = dy, .pre = pre, .dpre = dpre, .dx = dx};

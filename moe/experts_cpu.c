@@ -1,5 +1,6 @@
-/* Experts on the CPU. Tasks are (expert, block of rows) for everything that goes along rows, and (expert, block of a weight's output
- * features) for weight gradients, each the whole sum over the expert's rows: the split depends on sizes alone, never on threads. */
+/* Experts on the CPU. Tasks are (expert, block of rows) for everything that goes along rows, and (expert, block of a
+ * weight's output features) for weight gradients, each the whole sum over the expert's rows: the split depends on sizes
+ * alone, never on threads. */
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -34,7 +35,8 @@ typedef struct experts_run {
   pmoe_mat pre, dpre; /* as given, or from scratch; data NULL: not kept */
   row_task *row_tasks;
   expert_span *spans; /* experts that have rows, most rows first */
-  char *tiles;        /* per thread: activation in cfg.dtype, then (forward without pre) its pre-activation; or dact in float32 */
+  char *tiles; /* per thread: activation in cfg.dtype, then (forward without pre) its pre-activation; or dact in float32
+                */
   size_t tile_bytes;
   int64_t tile_rows, num_row_tasks, num_spans, num_grad_tasks;
   bool dx_now; /* backward: the row tasks go on to dx */
@@ -135,8 +137,8 @@ static void *part(const void *p, pmoe_dtype dtype, int32_t expert, int64_t count
 }
 
 /* c = a · op(w), w row-major with `w_cols` columns. */
-static void multiply(const experts_run *run, int32_t thread, const pmoe_mat *a, const void *w, int64_t w_cols, bool trans,
-                     bool accumulate, const pmoe_mat *c) {
+static void multiply(const experts_run *run, int32_t thread, const pmoe_mat *a, const void *w, int64_t w_cols,
+                     bool trans, bool accumulate, const pmoe_mat *c) {
   pmoei_product p = {.trans_b = trans, .accumulate = accumulate, .in = a->dtype, .out = c->dtype};
   p.m = a->rows, p.k = a->cols, p.n = c->cols;
   p.a = a->data, p.b = w, p.c = c->data;
@@ -163,7 +165,8 @@ static void forward_task(void *arg, int64_t index, int32_t thread) {
   pmoe_mat pre = {arena.base + arena.used, dtype, t->rows, x->inner1, x->inner1};
   if (run->pre.data) pre = rows_of(&run->pre, t->first, t->rows);
   compute_pre(run, t, thread, &pre);
-  pmoei_activation_forward(x->cfg.act, x->inner, &pre, part(run->call->params.fc1_bias, dtype, t->expert, x->inner1), &a);
+  pmoei_activation_forward(x->cfg.act, x->inner, &pre, part(run->call->params.fc1_bias, dtype, t->expert, x->inner1),
+                           &a);
   pmoe_mat y = rows_of(run->call->y, t->first, t->rows);
   const void *b2 = part(run->call->params.fc2_bias, dtype, t->expert, x->hidden);
   for (int64_t r = 0; b2 && r < t->rows; r++) memcpy(pmoei_row(&y, r), b2, (size_t)x->hidden * pmoe_dtype_size(dtype));
@@ -201,7 +204,8 @@ PMOEI_VECTORISED static float dot_bf16(int64_t n, const pmoei_bf16 *a, const pmo
 /* dy_r . y_r has a part from the bias of y, which the activation side does not see. */
 static void add_bias_part(const pmoe_mat *dy, const void *b2, float *drow_weight) {
   for (int64_t r = 0; r < dy->rows; r++)
-    drow_weight[r] += dy->dtype == PMOE_F32 ? dot_f32(dy->cols, pmoei_row(dy, r), b2) : dot_bf16(dy->cols, pmoei_row(dy, r), b2);
+    drow_weight[r] +=
+        dy->dtype == PMOE_F32 ? dot_f32(dy->cols, pmoei_row(dy, r), b2) : dot_bf16(dy->cols, pmoei_row(dy, r), b2);
 }
 
 static void backward_task(void *arg, int64_t index, int32_t thread) {
@@ -215,7 +219,8 @@ static void backward_task(void *arg, int64_t index, int32_t thread) {
   pmoe_mat dy = rows_of(run->call->dy, t->first, t->rows);
   const void *w2 = part(run->call->params.fc2_weight, dtype, t->expert, x->hidden * x->inner);
   multiply(run, thread, &dy, w2, x->inner, false, false, &dact);
-  pmoei_activation_grad grad = {.act = x->cfg.act, .inner = x->inner, .rows = t->rows, .dact = &dact, .pre = &pre, .dpre = &dpre};
+  pmoei_activation_grad grad = {
+      .act = x->cfg.act, .inner = x->inner, .rows = t->rows, .dact = &dact, .pre = &pre, .dpre = &dpre};
   grad.bias = part(run->call->params.fc1_bias, dtype, t->expert, x->inner1);
   if (run->call->row_weight) grad.row_weight = run->call->row_weight + t->first;
   if (run->call->drow_weight) grad.drow_weight = run->call->drow_weight + t->first;
@@ -264,9 +269,11 @@ typedef struct grad_side {
   const float *bias_weight;
 } grad_side;
 
-static void grad_block(const experts_run *run, int32_t thread, const grad_side *side, int64_t block, int64_t block_outs) {
+static void grad_block(const experts_run *run, int32_t thread, const grad_side *side, int64_t block,
+                       int64_t block_outs) {
   pmoe_dtype dtype = side->dout.dtype, grad_dtype = run->experts->cfg.grad_dtype;
-  int64_t first = block * block_outs, outs = side->dout.cols - first < block_outs ? side->dout.cols - first : block_outs;
+  int64_t first = block * block_outs,
+          outs = side->dout.cols - first < block_outs ? side->dout.cols - first : block_outs;
   pmoe_mat dout = side->dout;
   dout.data = part(dout.data, dtype, 1, first);
   dout.cols = outs;
@@ -343,6 +350,10 @@ static pmoe_status experts_backward(const pmoei_experts_call *call, pmoe_bwd whi
 }
 
 const pmoei_moe_ops pmoei_moe_cpu = {
-    experts_forward, experts_backward, experts_scratch,
-    pmoei_mix_forward_cpu,     pmoei_mix_backward_input_cpu, pmoei_mix_backward_weight_cpu,
+    experts_forward,
+    experts_backward,
+    experts_scratch,
+    pmoei_mix_forward_cpu,
+    pmoei_mix_backward_input_cpu,
+    pmoei_mix_backward_weight_cpu,
 };

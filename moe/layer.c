@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "core/dtype.h"
 
@@ -125,8 +126,9 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   PMOEI_TRY(pmoei_config_read(&layer->experts_cfg, sizeof layer->experts_cfg, cfg.experts, "config->experts"));
   layer->a2a_cfg.size = sizeof layer->a2a_cfg;
   if (cfg.a2a) PMOEI_TRY(pmoei_config_read(&layer->a2a_cfg, sizeof layer->a2a_cfg, cfg.a2a, "config->a2a"));
-  PMOEI_REQUIRE(layer->a2a_cfg.max_tokens >= 0, "config->a2a->max_tokens is %lld; 0 or more was expected",
-                (long long)layer->a2a_cfg.max_tokens);
+  PMOEI_REQUIRE(layer->a2a_cfg.max_tokens >= 0 && layer->a2a_cfg.max_tokens <= PMOEI_MAX_ROWS,
+                "config->a2a->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", layer->a2a_cfg.max_tokens,
+                PMOEI_MAX_ROWS);
   if (cfg.residual)
     PMOEI_TRY(pmoei_config_read(&layer->residual_cfg, sizeof layer->residual_cfg, cfg.residual, "config->residual"));
   layer->cfg = cfg;

@@ -27,9 +27,9 @@ typedef struct pmoei_experts_call {
   float *drow_weight;
 } pmoei_experts_call;
 
-/* The coefficients of a residual branch: `outputs` logits per token from x, weight [outputs,H] and bias [outputs] (NULL: none). Two
- * outputs: softmax over them gives scale and branch_scale [T]; one: branch_scale is its sigmoid and scale is 1. Forward writes them; the
- * rest is for backward, where dmix [T,2] is the gradient of the logits. */
+/* The coefficients of a residual branch: `outputs` logits per token from x, weight [outputs,H] and bias [outputs]
+ * (NULL: none). Two outputs: softmax over them gives scale and branch_scale [T]; one: branch_scale is its sigmoid and
+ * scale is 1. Forward writes them; the rest is for backward, where dmix [T,2] is the gradient of the logits. */
 typedef struct pmoei_mix_call {
   pmoe_ctx *ctx;
   int64_t hidden;

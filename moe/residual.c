@@ -12,7 +12,8 @@ struct pmoe_residual {
   int32_t outputs; /* of the coefficients' little product */
 };
 
-pmoe_status pmoe_residual_create(pmoe_ctx *ctx, int32_t hidden, const pmoe_residual_config *config, pmoe_residual **out) {
+pmoe_status pmoe_residual_create(pmoe_ctx *ctx, int32_t hidden, const pmoe_residual_config *config,
+                                 pmoe_residual **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_residual_config cfg;
@@ -72,8 +73,8 @@ static pmoe_status read_params(const pmoe_residual *residual, const pmoe_residua
   return PMOE_OK;
 }
 
-pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x, pmoe_mat *pre,
-                                  float *scale, float *branch_scale, pmoe_mat *mlp, pmoe_stream stream) {
+pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                  pmoe_mat *pre, float *scale, float *branch_scale, pmoe_mat *mlp, pmoe_stream stream) {
   PMOEI_REQUIRE_POINTER(residual);
   PMOEI_REQUIRE_POINTER(x);
   pmoe_residual_params p;
@@ -91,9 +92,9 @@ pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_p
   return PMOE_OK;
 }
 
-pmoe_status pmoe_residual_backward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x, pmoe_mat *pre,
-                                   const float *branch_scale, const pmoe_mat *dy, pmoe_mat *dpre, pmoe_mat *dx,
-                                   float *dbranch_scale, pmoe_bwd which, pmoe_stream stream) {
+pmoe_status pmoe_residual_backward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                   pmoe_mat *pre, const float *branch_scale, const pmoe_mat *dy, pmoe_mat *dpre,
+                                   pmoe_mat *dx, float *dbranch_scale, pmoe_bwd which, pmoe_stream stream) {
   PMOEI_REQUIRE_POINTER(residual);
   PMOEI_REQUIRE_POINTER(x);
   pmoe_residual_params p;
@@ -101,8 +102,8 @@ pmoe_status pmoe_residual_backward(pmoe_residual *residual, const pmoe_residual_
   bool mix = residual->outputs > 0;
   PMOEI_TRY(check_pointer(mix && x->rows > 0, branch_scale, "branch_scale"));
   PMOEI_TRY(check_pointer(mix && x->rows > 0 && which != PMOE_BWD_WEIGHT, dbranch_scale, "dbranch_scale"));
-  return pmoe_experts_backward(residual->mlp, &p.mlp, &x->rows, x, pre, mix ? branch_scale : NULL, dy, dpre, dx, dbranch_scale,
-                               which, stream);
+  return pmoe_experts_backward(residual->mlp, &p.mlp, &x->rows, x, pre, mix ? branch_scale : NULL, dy, dpre, dx,
+                               dbranch_scale, which, stream);
 }
 
 static pmoe_status check_mix_input(const pmoei_mix_call *call) {
@@ -118,7 +119,8 @@ static pmoe_status check_mix_input(const pmoei_mix_call *call) {
 
 pmoe_status pmoe_residual_mix_backward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
                                        const float *scale, const float *branch_scale, const float *dscale,
-                                       const float *dbranch_scale, float *dmix, pmoe_mat *dx, pmoe_bwd which, pmoe_stream stream) {
+                                       const float *dbranch_scale, float *dmix, pmoe_mat *dx, pmoe_bwd which,
+                                       pmoe_stream stream) {
   PMOEI_REQUIRE_POINTER(residual);
   PMOEI_REQUIRE((int)which >= 0 && which <= PMOE_BWD_WEIGHT, "which is %d; a pmoe_bwd was expected", (int)which);
   pmoe_residual_params p;

@@ -77,8 +77,8 @@ void pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream
   pmoei_parallel(call->ctx, (call->x->rows + TOKENS - 1) / TOKENS, input_task, (void *)call);
 }
 
-/* A task sums its columns over all tokens, so the order of the sum does not depend on threads; in blocks, which keeps the error of
- * long sums small. */
+/* A task sums its columns over all tokens, so the order of the sum does not depend on threads; in blocks, which keeps
+ * the error of long sums small. */
 static void weight_task(void *arg, int64_t index, int32_t thread) {
   (void)thread;
   const pmoei_mix_call *c = arg;

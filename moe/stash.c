@@ -1,6 +1,7 @@
 /* Stashes: what one forward keeps for its backward. */
 #include <inttypes.h>
 
+#include "core/check.h"
 #include "core/config.h"
 #include "core/dtype.h"
 #include "moe/layer.h"
@@ -90,9 +91,12 @@ size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t 
 /* The configuration with its defaults: max_recv_rows 0 is left only where nothing bounds the rows. */
 static pmoe_status read_config(const pmoe_layer *layer, const pmoe_stash_config *config, pmoe_stash_config *cfg) {
   PMOEI_TRY(PMOEI_CONFIG_READ(cfg, config));
-  PMOEI_REQUIRE(cfg->max_tokens >= 0, "config->max_tokens is %" PRId64 "; 0 or more was expected", cfg->max_tokens);
-  PMOEI_REQUIRE(cfg->max_recv_rows >= 0, "config->max_recv_rows is %" PRId64 "; 0 or more was expected",
-                cfg->max_recv_rows);
+  int64_t most_tokens = PMOEI_MAX_ROWS / layer->gate_cfg.top_k;
+  PMOEI_REQUIRE(cfg->max_tokens >= 0 && cfg->max_tokens <= most_tokens,
+                "config->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_tokens, most_tokens);
+  PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
+                "config->max_recv_rows is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_recv_rows,
+                PMOEI_MAX_ROWS);
   const pmoe_a2a_config *a2a = &layer->a2a_cfg;
   bool fixed = a2a->sizing == PMOE_SIZING_FIXED;
   PMOEI_REQUIRE(!fixed || cfg->max_tokens <= a2a->max_tokens,

@@ -8,10 +8,11 @@
 
 typedef enum pmoe_score { PMOE_SCORE_SOFTMAX } pmoe_score;
 /* Who loses when an expert has more choices than slots. POSITION keeps all first choices in token order, then all
- * second choices, and so on. PROBS keeps the largest scores. RANDOM keeps a seeded random subset. */
+ * second choices, and so on. PROBS keeps the largest scores (before normalisation). RANDOM keeps a seeded random subset
+ * when training, and is POSITION otherwise. Ties: the earlier token stays. */
 typedef enum pmoe_drop { PMOE_DROP_POSITION, PMOE_DROP_PROBS, PMOE_DROP_RANDOM } pmoe_drop;
 /* Whether the K weights of a token are divided by their sum: not at all, over all K choices, or over those that kept a
- * slot. */
+ * slot. A sum below the smallest normal float32 makes the weights 0. */
 typedef enum pmoe_norm { PMOE_NORM_NONE, PMOE_NORM_BEFORE_DROP, PMOE_NORM_AFTER_DROP } pmoe_norm;
 
 typedef struct pmoe_gate_config {
@@ -47,8 +48,9 @@ typedef struct pmoe_step {
   int64_t token_mask_len;
 } pmoe_step;
 
-/* Where every choice goes. The arrays are the caller's, for at least `tokens` tokens; pmoe_gate_forward fills them.
- * A masked token has expert -1, slot -1, weight 0; a dropped choice keeps its expert and has slot -1, weight 0. */
+/* Where every choice goes. The arrays are the caller's, for at least `tokens` tokens; pmoe_gate_forward fills them and
+ * sets the numbers. Slots number an expert's surviving choices in token order. A masked token has expert -1, slot -1,
+ * weight 0; a dropped choice keeps its expert and has slot -1, weight 0. */
 typedef struct pmoe_routing {
   size_t size;
   int64_t tokens;        /* T */
@@ -84,8 +86,7 @@ typedef struct pmoe_gate_params {
 extern "C" {
 #endif
 
-/* C for T tokens by the rule of pmoe_gate_config, in integers; 0 for cf = 0 (dropless). */
-
+/* C for T tokens (masked ones included) by the rule of pmoe_gate_config, in integers; 0 for cf = 0 (dropless). */
 PMOE_API pmoe_status pmoe_gate_capacity(int64_t tokens, int32_t num_experts, int32_t top_k, float capacity_factor,
                                         int32_t min_capacity, int64_t *capacity);
 
@@ -95,7 +96,8 @@ PMOE_API pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t lay
                                       pmoe_gate **out);
 PMOE_API void pmoe_gate_destroy(pmoe_gate *gate);
 
-/* x [T,H] float32 or bfloat16. Fills routing and, if not NULL, stats. Not collective. */
+/* x [T,H] float32 or bfloat16. NaN logits rank below all others; -inf switches an expert off for a token. step NULL:
+ * evaluation, no mask. Fills routing and, if not NULL, stats. Not collective. */
 PMOE_API pmoe_status pmoe_gate_forward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step,
                                        const pmoe_mat *x, pmoe_routing *routing, pmoe_gate_stats *stats,
                                        pmoe_stream stream);

@@ -104,6 +104,40 @@ static void test_sizes_from_the_own_token_count(void **state) {
   world_run(2, sizes_from_own_token_count, NULL);
 }
 
+/* One rank sends a row to itself and one to its peer; the peer sends nothing at all. */
+static int zero_sized_pair(world *w) {
+  rig_spec spec = rig_spec_default();
+  spec.hidden = spec.gate.num_experts = 2;
+  spec.gate.top_k = 1;
+  const double x[] = {3, 0, 0, 3};
+  rig_plan plan = plan_of("splits [1,1] and [0,0]");
+  plan.x = x;
+  plan.rank_tokens[0] = 2;
+  bench b;
+  int failures = set_up(&b, w, 2, &spec, 2);
+  if (!failures) {
+    double *router = b.r.model->tensor[ORACLE_ROUTER_WEIGHT].data;
+    for (int i = 0; i < 4; i++) router[i] = i / 2 == i % 2;
+    rig_load(&b.r);
+    for (int n = 0; n < 2 && !failures; n++) { /* and the other way round */
+      plan.rank_tokens[n] = 2;
+      plan.rank_tokens[1 - n] = 0;
+      new_step(&b, w, &plan);
+      failures += step_and_check(&b, 1.0);
+      pmoe_metrics m = PMOE_CONFIG_INIT(pmoe_metrics);
+      CHECK(failures, pmoe_stash_metrics(b.stash, &m) == PMOE_OK && m.recv_rows == 1, "%lld rows",
+            (long long)m.recv_rows);
+    }
+  }
+  take_down(&b);
+  return failures;
+}
+
+static void test_a_zero_sized_pair_skipped_on_one_side(void **state) {
+  (void)state;
+  world_run(2, zero_sized_pair, NULL);
+}
+
 /* Every pattern of empty ranks: all make the same calls, and gradients of experts that got nothing are zero. */
 static int rank_without_tokens(world *w) {
   static const int64_t tokens[][4] = {{1, 0, 0, 0}, {0, 0, 0, 3}, {0, 0, 0, 0}, {4, 0, 5, 0}};
@@ -386,6 +420,7 @@ static void test_aux_gradient_depends_on_the_number_of_ranks(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_sizes_from_the_own_token_count),
+      cmocka_unit_test(test_a_zero_sized_pair_skipped_on_one_side),
       cmocka_unit_test(test_a_rank_without_tokens_leaves_the_others_waiting),
       cmocka_unit_test(test_experts_fewer_than_ranks_or_not_divisible),
       cmocka_unit_test(test_shapes_that_change_between_steps),

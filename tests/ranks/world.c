@@ -21,15 +21,21 @@ static void run_body(rank_env *env, void *arg) {
   check(failures == 0);
 }
 
-static void run(int32_t nranks, ranks_transport transport, world_body body, const void *arg) {
+static void run(ranks_config config, world_body body, const void *arg) {
   world_job job = {body, arg};
-  ranks_config config = {.nranks = nranks, .transport = transport, .timeout_ns = (uint64_t)WORLD_TIMEOUT_MS * 1000000u};
+  config.timeout_ns = (uint64_t)WORLD_TIMEOUT_MS * 1000000u;
   run_ranks_with(&config, run_body, &job);
 }
 
-void world_run(int32_t nranks, world_body body, const void *arg) { run(nranks, RANKS_NATIVE, body, arg); }
+void world_run(int32_t nranks, world_body body, const void *arg) { run((ranks_config){.nranks = nranks}, body, arg); }
 
-void world_run_callbacks(int32_t nranks, world_body body, const void *arg) { run(nranks, RANKS_CALLBACKS, body, arg); }
+void world_run_callbacks(int32_t nranks, world_body body, const void *arg) {
+  run((ranks_config){.nranks = nranks, .transport = RANKS_CALLBACKS}, body, arg);
+}
+
+void world_run_threaded(int32_t nranks, int32_t cpu_threads, world_body body, const void *arg) {
+  run((ranks_config){.nranks = nranks, .cpu_threads = cpu_threads}, body, arg);
+}
 
 void world_run_all(world_body body, const void *arg) {
   static const int32_t sizes[] = {2, 3, 4, 8};

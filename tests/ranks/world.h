@@ -26,6 +26,8 @@ enum { WORLD_TIMEOUT_MS = 20000 };
 void world_run(int32_t nranks, world_body body, const void *arg);
 void world_run_callbacks(int32_t nranks, world_body body, const void *arg); /* over the test's own collectives */
 
+void world_run_threaded(int32_t nranks, int32_t cpu_threads, world_body body, const void *arg);
+
 /* For the sizes worth trying: 2, 3, 4, 8 as threads, mpirun's own with MPI. */
 void world_run_all(world_body body, const void *arg);
 

@@ -1,4 +1,5 @@
-/* Experts in double precision, written from the formulas in pmoe/experts.h and nothing else. All arrays are double and dense. */
+/* Experts in double precision, written from the formulas in pmoe/experts.h and nothing else. All arrays are double and
+ * dense. */
 #ifndef TEST_EXPERTS_REF_H
 #define TEST_EXPERTS_REF_H
 #include <math.h>
@@ -49,7 +50,8 @@ static inline double ref_act(const ref_experts *p, const double *h, int64_t j, d
 static inline void ref_pre(const ref_experts *p, int64_t e, int64_t r, double *h) {
   for (int64_t o = 0; o < p->inner1; o++) {
     h[o] = p->b1 ? p->b1[e * p->inner1 + o] : 0.0;
-    for (int64_t i = 0; i < p->hidden; i++) h[o] += p->x[r * p->hidden + i] * p->w1[(e * p->inner1 + o) * p->hidden + i];
+    for (int64_t i = 0; i < p->hidden; i++)
+      h[o] += p->x[r * p->hidden + i] * p->w1[(e * p->inner1 + o) * p->hidden + i];
   }
 }
 
@@ -73,8 +75,8 @@ static inline void ref_forward(const ref_experts *p, double *y) {
   free(h);
 }
 
-static inline void ref_backward_row(const ref_experts *p, int64_t e, int64_t r, const double *dy, double weight, const ref_grads *g,
-                                    double *h, double *dh) {
+static inline void ref_backward_row(const ref_experts *p, int64_t e, int64_t r, const double *dy, double weight,
+                                    const ref_grads *g, double *h, double *dh) {
   int64_t H = p->hidden, F = p->inner;
   ref_pre(p, e, r, h);
   for (int64_t i = 0; i < H; i++) {

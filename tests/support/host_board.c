@@ -40,12 +40,10 @@ void host_board_destroy(host_board *board) {
   free(board);
 }
 
-/* Shows two pointers and waits for everyone's. Not 0 once a rank has given up. */
-static int meet(host_rank *self, const void *a, const void *b) {
+/* Waits for everyone. Not 0 once a rank has given up. */
+static int meet(host_rank *self) {
   host_board *board = self->board;
   pthread_mutex_lock(&board->mutex);
-  board->pointers[2 * self->rank] = a;
-  board->pointers[2 * self->rank + 1] = b;
   int64_t generation = board->generation;
   if (++board->arrived == board->nranks) {
     board->arrived = 0;
@@ -58,19 +56,26 @@ static int meet(host_rank *self, const void *a, const void *b) {
   return result;
 }
 
-static int board_barrier(void *user) { return meet(user, NULL, NULL); }
+/* Shows two pointers and waits for everyone's; they stay until the ranks have met once more. */
+static int show(host_rank *self, const void *a, const void *b) {
+  self->board->pointers[2 * self->rank] = a;
+  self->board->pointers[2 * self->rank + 1] = b;
+  return meet(self);
+}
+
+static int board_barrier(void *user) { return meet(user); }
 
 static int board_allgather(void *user, const void *src, void *dst, size_t bytes_each) {
   host_rank *self = user;
-  if (meet(self, src, NULL) != 0) return 7;
+  if (show(self, src, NULL) != 0) return 7;
   for (int32_t p = 0; p < self->board->nranks && bytes_each > 0; p++)
     memcpy((char *)dst + (size_t)p * bytes_each, self->board->pointers[2 * p], bytes_each);
-  return meet(self, src, NULL); /* the pointers stay as they are until all have read */
+  return meet(self);
 }
 
 static int board_alltoallv(void *user, const void *src, const size_t *send_bytes, void *dst, const size_t *recv_bytes) {
   host_rank *self = user;
-  if (meet(self, src, send_bytes) != 0) return 7;
+  if (show(self, src, send_bytes) != 0) return 7;
   char *to = dst;
   bool fits = true;
   for (int32_t p = 0; p < self->board->nranks; p++) {
@@ -83,16 +88,16 @@ static int board_alltoallv(void *user, const void *src, const size_t *send_bytes
     memcpy(to, from + offset, recv_bytes[p]);
     to += recv_bytes[p];
   }
-  return meet(self, src, send_bytes) != 0 ? 7 : fits ? 0 : 8;
+  return meet(self) != 0 ? 7 : fits ? 0 : 8;
 }
 
 static int board_allreduce(void *user, float *inout, size_t n) {
   host_rank *self = user;
   float *sum = calloc(n + 1, sizeof *sum);
-  int result = meet(self, inout, NULL);
+  int result = show(self, inout, NULL);
   for (int32_t p = 0; p < self->board->nranks && result == 0; p++)
     for (size_t i = 0; i < n; i++) sum[i] = (p ? sum[i] : 0) + ((const float *)self->board->pointers[2 * p])[i];
-  if (result == 0) result = meet(self, inout, NULL);
+  if (result == 0) result = meet(self);
   if (result == 0 && n > 0) memcpy(inout, sum, n * sizeof *sum);
   free(sum);
   return result;
@@ -113,7 +118,7 @@ static int board_split(void *user, int32_t color, int32_t key, pmoe_comm_callbac
   if (result == 0 && color >= 0 && leader == self->rank) own = host_board_create(size);
   if (result == 0) result = board_allgather(self, &own, made, sizeof own);
   if (result == 0 && color >= 0) *out = host_board_callbacks(made[leader], rank);
-  if (result == 0) result = meet(self, NULL, NULL);
+  if (result == 0) result = meet(self);
   if (own) host_board_destroy(own);
   free(made);
   free(all);

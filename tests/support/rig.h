@@ -84,6 +84,25 @@ int rig_check(rig *r, const pmoe_stash *stash, const rig_step *s, int backward);
 /* y, dx and every gradient of the library, byte for byte, back to back; malloc'ed. */
 void *rig_snapshot(const rig *r, const rig_step *s, size_t *bytes);
 
+/* A rig with one stash and one micro-batch. Asserts (main thread). */
+typedef struct rig_bench {
+  rig r;
+  rig_step s;
+  pmoe_stash *stash;
+  pmoe_routing routing; /* of the latest forward, with its metrics */
+  pmoe_metrics metrics;
+} rig_bench;
+void rig_bench_create(rig_bench *b, pmoe_ctx *ctx, const rig_spec *spec, const rig_plan *plan);
+/* H = E and the router's weight is the identity: the rows of x are the logits. */
+void rig_bench_create_logits(rig_bench *b, pmoe_ctx *ctx, rig_spec spec, const double *logits, int64_t tokens);
+void rig_bench_destroy(rig_bench *b);
+void rig_bench_forward(rig_bench *b);
+void rig_bench_step(rig_bench *b); /* forward and backward */
+/* Outputs and every gradient against the reference. */
+void rig_bench_check(rig_bench *b);
+/* One training micro-batch on one rank. */
+rig_plan rig_plan_of(const char *label, int64_t tokens, uint64_t seed);
+
 /* Everything above in one: create a stash, forward, backward (in two parts if split), check the lot. Gradients are
  * zeroed before and compared after, unless `accumulate`. */
 int rig_run(rig *r, const rig_plan *plan, int split, int accumulate);

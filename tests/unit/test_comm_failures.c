@@ -97,6 +97,35 @@ static void test_fail_inside_a_call(void **state) {
   run_ranks(4, fail_inside, NULL);
 }
 
+/* A rank fails, and its memory goes, just when the others copy from it. */
+static void fail_under_copies(rank_env *env, void *arg) {
+  enum { ROW = 4 << 20 };
+  int32_t n = env->nranks;
+  char *send = calloc((size_t)n, ROW), *recv = calloc((size_t)n, ROW);
+  int64_t first[8], rows[8];
+  for (int32_t p = 0; p < n; p++) {
+    first[p] = p;
+    rows[p] = 1;
+  }
+  pmoei_exchange x = {.what = "large", .num_parts = 1, .part = {{send, recv, ROW}}, .send_first = first, .recv_first = first,
+                      .send_rows = rows, .recv_rows = rows};
+  pmoe_status status = pmoei_exchange_start(env->world, &x);
+  bool mine = env->rank == 1;
+  if (mine) sleep_ns(*(uint64_t *)arg);
+  if (mine) pmoe_comm_abort(env->world, "enough");
+  else if (status == PMOE_OK) status = pmoei_exchange_finish(env->world, &x);
+  free(send);
+  free(recv);
+  if (mine) check_ok(status);
+  else if (status != PMOE_OK) check_refused(status, PMOE_ERR_COMM, "rank 1 failed: it gave up: enough");
+  expect_broken(env, PMOE_ERR_COMM, "enough");
+}
+
+static void test_fail_under_copies(void **state) {
+  (void)state;
+  for (uint64_t ns = 0; ns < 8000000; ns += 1000000) run_ranks(3, fail_under_copies, &ns);
+}
+
 /* Ranks end their communicator early, one with an exchange under way. */
 static void leave_early(rank_env *env, void *arg) {
   bool flying = *(bool *)arg;
@@ -331,6 +360,24 @@ static void bad_hubs(rank_env *env, void *arg) {
   pmoe_comm_destroy(a);
 }
 
+/* pmoe/mpi.h includes mpi.h, which need not be there. */
+pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t handle_bytes, pmoe_comm **out);
+
+static void no_mpi(rank_env *env, void *arg) {
+  (void)arg;
+  pmoe_comm *comm = NULL;
+  int handle = 0;
+  pmoe_status status = pmoe_comm_from_mpi_handle(env->ctx, &handle, 1, &comm);
+  if (pmoe_has_feature("mpi")) check_refused(status, PMOE_ERR_ARG, "handle_bytes is 1");
+  else check_refused(status, PMOE_ERR_UNSUPPORTED, "built without MPI");
+  check(comm == NULL);
+}
+
+static void test_no_mpi(void **state) {
+  (void)state;
+  run_ranks(1, no_mpi, NULL);
+}
+
 static void test_bad_hubs(void **state) {
   (void)state;
   run_ranks(1, bad_hubs, NULL);
@@ -470,6 +517,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(test_abort),
       cmocka_unit_test(test_abort_by_callbacks),
       cmocka_unit_test(test_fail_inside_a_call),
+      cmocka_unit_test(test_fail_under_copies),
       cmocka_unit_test(test_leave_early),
       cmocka_unit_test(test_time_out),
       cmocka_unit_test(test_time_out_before_finish),
@@ -479,6 +527,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(test_agree),
       cmocka_unit_test(test_bad_arguments),
       cmocka_unit_test(test_bad_hubs),
+      cmocka_unit_test(test_no_mpi),
       cmocka_unit_test(test_bad_callbacks),
       cmocka_unit_test(test_allocation_failures),
   };

@@ -99,7 +99,7 @@ static void run_router(const router_mode *mode, int32_t top_k, int capacity, int
   plan.loss_scale = 0.75;
   plan.masked = masked;
   plan.training = training;
-  plan.replay = capacity == 3;
+  plan.replay = capacity == 3 && training; /* random drops; evaluation drops by position instead */
   run_spec(&spec, &plan, 0);
 }
 

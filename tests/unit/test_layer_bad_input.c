@@ -1,65 +1,6 @@
-/* Wrong arguments to the layer, its parameters, metrics and stashes: the right status, a sentence that names the
- * argument, outputs untouched, nothing leaked; and an allocation that fails at every point. */
-#include "support/asserts.h"
-
-#include <math.h>
-#include <stdlib.h>
-
-#include "support/failing_alloc.h"
-#include "support/rig.h"
-
-enum { T = 5 };
-
-/* A context over an allocator that counts, a layer that works, a stash that has not run and a micro-batch. */
-typedef struct bench {
-  failing_alloc memory;
-  pmoe_ctx *ctx;
-  rig r;
-  rig_step s;
-  pmoe_stash *stash;
-} bench;
-
-static void set_up_split(bench *b, int split) {
-  memset(b, 0, sizeof *b);
-  pmoe_allocator table = failing_alloc_table(&b->memory);
-  pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
-  cfg.cpu_threads = 1;
-  cfg.allocator = &table;
-  assert_ok(pmoe_ctx_create(&cfg, &b->ctx));
-  rig_spec spec = rig_spec_default();
-  spec.experts.bias = 1;
-  spec.residual.mix = PMOE_MIX_LEARNED;
-  assert_ok(rig_create(&b->r, b->ctx, NULL, &spec));
-  pmoe_stash_config stash = PMOE_CONFIG_INIT(pmoe_stash_config);
-  stash.max_tokens = T;
-  stash.split_backward = split;
-  assert_ok(pmoe_stash_create(b->r.layer, &stash, NULL, 0, &b->stash));
-  rig_plan plan = {.label = "bad input", .rank_tokens = {T}, .training = 1, .loss_scale = 1.0, .seed = 2};
-  rig_step_begin(&b->r, &b->s, &plan);
-}
-
-static void set_up(bench *b) { set_up_split(b, 0); }
-
-static void take_down(bench *b) {
-  pmoe_stash_destroy(b->stash);
-  rig_step_end(&b->s);
-  rig_destroy(&b->r);
-  pmoe_ctx_destroy(b->ctx);
-  assert_int_equal(b->memory.held_bytes, 0);
-  assert_int_equal(b->memory.held_blocks, 0);
-}
-
-/* Whatever was refused before, the right calls work. */
-static void assert_still_works(bench *b) {
-  rig_zero_grads(&b->r);
-  assert_ok(rig_forward(&b->r, b->stash, &b->s));
-  assert_ok(rig_backward(&b->r, b->stash, &b->s, PMOE_BWD_ALL));
-  assert_int_equal(rig_check(&b->r, b->stash, &b->s, 1) + rig_check_grads(&b->r, 1.0, "after refusals"), 0);
-}
-
-static void assert_untouched(const pmoe_mat *mat) {
-  for (int64_t i = 0; i < mat->rows * mat->cols; i++) assert_true(isnan(test_get(mat->data, mat->dtype, i)));
-}
+/* Wrong arguments where a layer and its stashes are made and its parameters handled: the right status, a sentence that
+ * names the argument, outputs untouched, nothing leaked. */
+#include "support/counted_layer.h"
 
 /* ---- creation ---- */
 
@@ -245,9 +186,20 @@ static void test_sizes_that_no_memory_holds(void **state) {
   for (int i = 0; i < 4; i++) {
     cfg.max_tokens = sizes[i];
     pmoe_status status = pmoe_stash_create(b.r.layer, &cfg, NULL, 0, &stash);
-    assert_true(status == PMOE_ERR_NOMEM || status == PMOE_ERR_ARG);
+    assert_status(status, PMOE_ERR_ARG);
+    cfg.max_tokens = 1;
+    cfg.max_recv_rows = sizes[i];
+    assert_refused(pmoe_stash_create(b.r.layer, &cfg, NULL, 0, &stash), PMOE_ERR_ARG, "max_recv_rows");
+    cfg.max_recv_rows = 0;
+    REFUSED(a2a.max_tokens, sizes[i], PMOE_ERR_ARG, "max_tokens");
+    REFUSED(a2a.max_recv_rows, sizes[i], PMOE_ERR_ARG, "max_recv_rows");
     assert_null(stash);
   }
+  const int64_t huge = INT64_C(1) << 28; /* can be asked for, and not be had */
+  cfg.max_tokens = huge;
+  size_t bytes;
+  assert_ok(pmoe_stash_bytes(b.r.layer, &cfg, &bytes));
+  assert_true(bytes > (size_t)huge * 2 * (12 + 10) * sizeof(float));
   assert_still_works(&b);
   take_down(&b);
 }
@@ -272,143 +224,6 @@ static void test_reading_before_the_first_forward(void **state) {
   assert_refused(pmoe_stash_metrics(b.stash, &metrics), PMOE_ERR_ARG, "size");
   assert_int_equal(metrics.tokens, 5);
   assert_int_equal(routing.tokens, 6);
-  take_down(&b);
-}
-
-/* ---- forward and backward ---- */
-
-/* A matrix with one thing wrong with it. */
-static pmoe_mat broken(const pmoe_mat *good, int how) {
-  pmoe_mat mat = *good;
-  if (how == 0) mat.dtype = PMOE_BF16;
-  if (how == 1) mat.dtype = (pmoe_dtype)55;
-  if (how == 2) mat.cols--;
-  if (how == 3) mat.ld = mat.cols - 1;
-  if (how == 4) mat.rows = -1;
-  if (how == 5) mat.data = NULL;
-  if (how == 6) mat.rows++;
-  return mat;
-}
-enum { WAYS_TO_BREAK = 7 };
-static const char *const broken_word[WAYS_TO_BREAK] = {"dtype", "dtype", "cols", "ld", "rows", "data", "rows"};
-
-static pmoe_status forward(bench *b, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x, pmoe_mat *y) {
-  return pmoe_layer_forward(b->r.layer, stash, step, x, y, NULL);
-}
-
-static void test_forward_matrices(void **state) {
-  (void)state;
-  bench b;
-  set_up(&b);
-  assert_refused(pmoe_layer_forward(NULL, b.stash, &b.s.step, &b.s.x, &b.s.y, NULL), PMOE_ERR_ARG, "layer");
-  assert_refused(forward(&b, NULL, &b.s.step, &b.s.x, &b.s.y), PMOE_ERR_ARG, "stash");
-  assert_refused(forward(&b, b.stash, &b.s.step, NULL, &b.s.y), PMOE_ERR_ARG, "x");
-  assert_refused(forward(&b, b.stash, &b.s.step, &b.s.x, NULL), PMOE_ERR_ARG, "y");
-  for (int how = 0; how < WAYS_TO_BREAK; how++) {
-    pmoe_mat x = broken(&b.s.x, how), y = broken(&b.s.y, how);
-    assert_refused(forward(&b, b.stash, &b.s.step, &x, &b.s.y), PMOE_ERR_ARG, broken_word[how]);
-    assert_refused(forward(&b, b.stash, &b.s.step, &b.s.x, &y), PMOE_ERR_ARG, broken_word[how]);
-  }
-  pmoe_mat same = b.s.x;
-  assert_refused(forward(&b, b.stash, &b.s.step, &b.s.x, &same), PMOE_ERR_ARG, "y");
-  assert_untouched(&b.s.y);
-  assert_still_works(&b);
-  take_down(&b);
-}
-
-static void test_forward_step_and_mask(void **state) {
-  (void)state;
-  bench b;
-  set_up(&b);
-  uint8_t mask[T + 1] = {1, 1, 1, 1, 1, 1};
-  pmoe_step step = b.s.step;
-  step.token_mask = mask;
-  for (int64_t length = -1; length <= T + 1; length++) {
-    step.token_mask_len = length;
-    if (length != T) assert_refused(forward(&b, b.stash, &step, &b.s.x, &b.s.y), PMOE_ERR_ARG, "token_mask_len");
-  }
-  step = b.s.step;
-  step.size = 0;
-  assert_refused(forward(&b, b.stash, &step, &b.s.x, &b.s.y), PMOE_ERR_ARG, "size");
-  step = b.s.step;
-  step.first_token = -1;
-  assert_refused(forward(&b, b.stash, &step, &b.s.x, &b.s.y), PMOE_ERR_ARG, "first_token");
-  assert_untouched(&b.s.y);
-  assert_still_works(&b);
-  take_down(&b);
-}
-
-static void test_stash_of_another_layer(void **state) {
-  (void)state;
-  bench a, b;
-  set_up(&a);
-  set_up(&b);
-  assert_refused(forward(&a, b.stash, &a.s.step, &a.s.x, &a.s.y), PMOE_ERR_ARG, "stash");
-  assert_untouched(&a.s.y);
-  assert_ok(rig_forward(&b.r, b.stash, &b.s));
-  assert_refused(rig_backward(&a.r, b.stash, &a.s, PMOE_BWD_ALL), PMOE_ERR_ARG, "stash");
-  assert_untouched(&a.s.dx);
-  assert_still_works(&b);
-  assert_still_works(&a);
-  take_down(&a);
-  take_down(&b);
-}
-
-static pmoe_status backward(bench *b, const pmoe_mat *dy, pmoe_mat *dx, int which) {
-  return pmoe_layer_backward(b->r.layer, b->stash, 1.0f, dy, dx, (pmoe_bwd)which, NULL);
-}
-
-static void test_backward_matrices(void **state) {
-  (void)state;
-  bench b;
-  set_up(&b);
-  assert_ok(rig_forward(&b.r, b.stash, &b.s));
-  assert_refused(pmoe_layer_backward(NULL, b.stash, 1.0f, &b.s.dy, &b.s.dx, PMOE_BWD_ALL, NULL), PMOE_ERR_ARG, "layer");
-  assert_refused(pmoe_layer_backward(b.r.layer, NULL, 1.0f, &b.s.dy, &b.s.dx, PMOE_BWD_ALL, NULL), PMOE_ERR_ARG,
-                 "stash");
-  assert_refused(backward(&b, NULL, &b.s.dx, PMOE_BWD_ALL), PMOE_ERR_ARG, "dy");
-  assert_refused(backward(&b, &b.s.dy, NULL, PMOE_BWD_ALL), PMOE_ERR_ARG, "dx");
-  assert_refused(backward(&b, &b.s.dy, &b.s.dx, 3), PMOE_ERR_ARG, "which");
-  assert_refused(backward(&b, &b.s.dy, &b.s.dx, -1), PMOE_ERR_ARG, "which");
-  for (int how = 0; how < WAYS_TO_BREAK; how++) {
-    pmoe_mat dy = broken(&b.s.dy, how), dx = broken(&b.s.dx, how);
-    assert_refused(backward(&b, &dy, &b.s.dx, PMOE_BWD_ALL), PMOE_ERR_ARG, broken_word[how]);
-    assert_refused(backward(&b, &b.s.dy, &dx, PMOE_BWD_ALL), PMOE_ERR_ARG, broken_word[how]);
-  }
-  assert_untouched(&b.s.dx);
-  for (int32_t p = 0; p < b.r.num_params; p++)
-    for (int64_t i = 0; i < b.r.param[p].numel; i++) assert_true(((float *)b.r.param[p].grad)[i] == 0.0f);
-  /* the forward is still there to go back from */
-  assert_ok(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL));
-  assert_int_equal(rig_check(&b.r, b.stash, &b.s, 1) + rig_check_grads(&b.r, 1.0, "after refusals"), 0);
-  take_down(&b);
-}
-
-static void test_calls_out_of_order(void **state) {
-  (void)state;
-  bench b;
-  set_up(&b);
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL), PMOE_ERR_STATE);
-  assert_ok(rig_forward(&b.r, b.stash, &b.s));
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_INPUT), PMOE_ERR_STATE); /* no room for two parts */
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_WEIGHT), PMOE_ERR_STATE);
-  assert_untouched(&b.s.dx);
-  assert_ok(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL));
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL), PMOE_ERR_STATE);
-  assert_ok(rig_forward(&b.r, b.stash, &b.s));
-  assert_ok(rig_forward(&b.r, b.stash, &b.s)); /* a forward without a backward is given up by the next */
-  assert_still_works(&b);
-  take_down(&b);
-
-  set_up_split(&b, 1);
-  assert_ok(rig_forward(&b.r, b.stash, &b.s));
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_WEIGHT), PMOE_ERR_STATE);
-  assert_ok(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_INPUT));
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_INPUT), PMOE_ERR_STATE);
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL), PMOE_ERR_STATE);
-  assert_ok(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_WEIGHT));
-  assert_status(rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_WEIGHT), PMOE_ERR_STATE);
-  assert_int_equal(rig_check(&b.r, b.stash, &b.s, 1) + rig_check_grads(&b.r, 1.0, "in two parts"), 0);
   take_down(&b);
 }
 
@@ -475,85 +290,6 @@ static void test_parameter_arguments(void **state) {
   take_down(&b);
 }
 
-/* ---- the failing allocator ---- */
-
-/* A layer's whole life; each n-th allocation fails in turn. */
-static pmoe_status whole_life(const pmoe_allocator *table, int variant) {
-  pmoe_ctx *ctx = NULL;
-  rig r = {0};
-  rig_step s = {0};
-  pmoe_stash *stash = NULL;
-  pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
-  cfg.cpu_threads = 2;
-  cfg.allocator = table;
-  pmoe_status status = pmoe_ctx_create(&cfg, &ctx);
-  rig_spec spec = rig_spec_default();
-  spec.experts.dtype = variant % 2 ? PMOE_BF16 : PMOE_F32;
-  spec.experts.recompute_act = variant / 2 % 2;
-  spec.residual.mix = variant % 2 ? PMOE_MIX_GATED_SUM : PMOE_MIX_LEARNED;
-  spec.gate.capacity_factor = 1.0f;
-  spec.gate.drop = variant % 2 ? PMOE_DROP_PROBS : PMOE_DROP_RANDOM;
-  if (status == PMOE_OK) status = rig_create(&r, ctx, NULL, &spec);
-  if (status == PMOE_OK) {
-    pmoe_stash_config stash_cfg = PMOE_CONFIG_INIT(pmoe_stash_config);
-    stash_cfg.max_tokens = T;
-    stash_cfg.split_backward = variant / 4;
-    status = pmoe_stash_create(r.layer, &stash_cfg, NULL, 0, &stash);
-    rig_plan plan = {.label = "no memory", .rank_tokens = {T}, .training = 1, .loss_scale = 1.0, .seed = 2};
-    rig_step_begin(&r, &s, &plan);
-  }
-  if (status == PMOE_OK) status = rig_forward(&r, stash, &s);
-  if (status == PMOE_OK && variant / 4) status = rig_backward(&r, stash, &s, PMOE_BWD_INPUT);
-  if (status == PMOE_OK) status = rig_backward(&r, stash, &s, variant / 4 ? PMOE_BWD_WEIGHT : PMOE_BWD_ALL);
-  double sum;
-  if (status == PMOE_OK) status = pmoe_layer_init_params(r.layer, 1, 0.1f);
-  if (status == PMOE_OK) status = pmoe_layer_reduce_grads(r.layer, 1.0f, NULL);
-  if (status == PMOE_OK) status = pmoe_layer_grad_sumsq(r.layer, &sum, NULL);
-  pmoe_stash_destroy(stash);
-  rig_step_end(&s);
-  if (r.layer) rig_destroy(&r);
-  pmoe_ctx_destroy(ctx);
-  return status;
-}
-
-static void test_every_allocation_may_fail(void **state) {
-  (void)state;
-  for (int variant = 0; variant < 8; variant++)
-    for (int64_t n = 1;; n++) {
-      failing_alloc memory = {.fail_at = n};
-      pmoe_allocator table = failing_alloc_table(&memory);
-      pmoe_status status = whole_life(&table, variant);
-      if (memory.held_bytes != 0 || memory.held_blocks != 0)
-        fail_msg("variant %d: request %d failing leaks %d bytes", variant, (int)n, (int)memory.held_bytes);
-      if (memory.calls < n) {
-        assert_ok(status);
-        assert_true(n > 8);
-        break;
-      }
-      if (status != PMOE_ERR_NOMEM)
-        fail_msg("variant %d: request %d failing gave %s", variant, (int)n, pmoe_status_name(status));
-    }
-}
-
-/* A step that found no memory leaves the layer and its stash usable. */
-static void test_a_step_after_one_without_memory(void **state) {
-  (void)state;
-  for (int64_t n = 1;; n++) {
-    bench b;
-    set_up(&b);
-    b.memory.calls = 0;
-    b.memory.fail_at = n;
-    pmoe_status status = rig_forward(&b.r, b.stash, &b.s);
-    if (status == PMOE_OK) status = rig_backward(&b.r, b.stash, &b.s, PMOE_BWD_ALL);
-    int done = b.memory.calls < n;
-    assert_status(status, done ? PMOE_OK : PMOE_ERR_NOMEM);
-    b.memory.fail_at = 0;
-    assert_still_works(&b);
-    take_down(&b);
-    if (done) break;
-  }
-}
-
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_router_configurations),
@@ -562,15 +298,8 @@ int main(void) {
       cmocka_unit_test(test_stash_arguments),
       cmocka_unit_test(test_sizes_that_no_memory_holds),
       cmocka_unit_test(test_reading_before_the_first_forward),
-      cmocka_unit_test(test_forward_matrices),
-      cmocka_unit_test(test_forward_step_and_mask),
-      cmocka_unit_test(test_stash_of_another_layer),
-      cmocka_unit_test(test_backward_matrices),
-      cmocka_unit_test(test_calls_out_of_order),
       cmocka_unit_test(test_parameters_that_are_not_bound),
       cmocka_unit_test(test_parameter_arguments),
-      cmocka_unit_test(test_every_allocation_may_fail),
-      cmocka_unit_test(test_a_step_after_one_without_memory),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -260,6 +260,7 @@ static void test_padding_rows_change_nothing(void **state) {
 static void test_evaluation_has_no_randomness(void **state) {
   (void)state;
   rig_spec spec = busy_spec(PMOE_F32);
+  spec.gate.eval_capacity_factor = 0.6f;
   rig_plan plan = plan_of(T, 11);
   plan.training = 0;
   run quiet;
@@ -267,6 +268,7 @@ static void test_evaluation_has_no_randomness(void **state) {
   step(&quiet);
   spec.gate.jitter = 0.3f;
   spec.gate.gumbel = 1;
+  spec.gate.drop = PMOE_DROP_RANDOM;
   for (uint64_t n = 0; n < 4; n++) {
     run o;
     start(&o, &spec, &plan, 2);
@@ -348,8 +350,7 @@ static void run_schedule(run *o, const rig_spec *spec, const char *order, rig_st
   }
   for (const char *c = order; *c; c += 2) {
     int m = c[1] - '1';
-    if (c[0] == 'f')
-      assert_ok(rig_forward(&o->r, stash[m], &s[m]));
+    if (c[0] == 'f') assert_ok(rig_forward(&o->r, stash[m], &s[m]));
     else
       assert_ok(rig_backward(&o->r, stash[m], &s[m],
                              c[0] == 'b'   ? PMOE_BWD_ALL
