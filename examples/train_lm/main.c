@@ -59,14 +59,12 @@ static void read_command_line(int argc, char **argv, struct given *given) {
 static int settle(struct lm_config *cfg, const struct given *given, struct lm_error *err) {
   config_init(cfg);
   if (given->preset && config_set_preset(cfg, given->preset, err)) return -1;
-#ifdef LM_WITH_CHECKPOINT
   for (int i = 0; i < given->count; i++) {
     char text[LM_CONFIG_TEXT];
     if (strcmp(given->list[i].name, "resume") != 0) continue;
     if (checkpoint_config(given->list[i].value, text, err)) return -1;
     if (config_set_text(cfg, text, given->list[i].value, err)) return -1;
   }
-#endif
   if (given->config && config_set_file(cfg, given->config, err)) return -1;
   for (int i = 0; i < given->count; i++)
     if (config_set(cfg, given->list[i].name, given->list[i].value, err)) return -1;

@@ -194,7 +194,6 @@ static struct lm_step_report train_step(struct trainer *t) {
 /* ---- checkpoints ---- */
 
 static void save(struct trainer *t) {
-#ifdef LM_WITH_CHECKPOINT
   const struct lm_config *cfg = &t->run->cfg;
   char path[LM_MAX_PATH + 64];
   snprintf(path, sizeof path, "%s/%s", *cfg->save ? cfg->save : cfg->out, CHECKPOINT_NAME);
@@ -203,19 +202,12 @@ static void save(struct trainer *t) {
   if (checkpoint_save(path, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
   t->model->seconds[LM_PART_REPORT] += lm_now() - since;
   if (t->report) report_line(t->report, "saved %s after step %lld", path, (long long)t->state.step);
-#else
-  (void)t;
-#endif
 }
 
 static void resume(struct trainer *t) {
-#ifdef LM_WITH_CHECKPOINT
   struct lm_error err;
   if (checkpoint_load(t->run->cfg.resume, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
   config_write(&t->run->cfg, t->state.config_text); /* some settings may be new */
-#else
-  (void)t;
-#endif
 }
 
 /* ---- the run ---- */
