@@ -258,6 +258,8 @@ static void ctrl_c_ends_a_run(void **state) {
   assert_int_equal(WEXITSTATUS(status), 130);
   char *log = folder_read(folder_path(&f, "log"));
   assert_non_null(strstr(log, "stopped after step"));
+  assert_non_null(strstr(log, "saved long/checkpoint.safetensors after step"));
+  assert_int_equal(access(folder_path(&f, "long/checkpoint.safetensors"), R_OK), 0);
   free(log);
 }
 
