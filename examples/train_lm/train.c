@@ -10,6 +10,7 @@
 #include "floor.h"
 #include "layers.h"
 #include "optimizer.h"
+#include "plot.h"
 #include "report.h"
 #include "sample.h"
 
@@ -271,6 +272,24 @@ static void finish(struct trainer *t, int64_t first_step) {
   if (t->run->cfg.sample > 0) sample_print(t->model, &t->run->data, t->run->cfg.sample);
 }
 
+static void draw_plots(struct trainer *t) {
+  char csv[LM_MAX_PATH + 32], svg[LM_MAX_PATH + 32];
+  struct lm_error err;
+  double unigram, bigram; /* in bits */
+  report_flush(t->report);
+  data_entropy(&t->run->data, &unigram, &bigram);
+  struct plot_level levels[] = {{"unigram entropy", unigram * log(2)}, {"bigram entropy", bigram * log(2)}};
+  snprintf(csv, sizeof csv, "%s/metrics.csv", t->run->cfg.out);
+  snprintf(svg, sizeof svg, "%s/loss.svg", t->run->cfg.out);
+  if (plot_loss(csv, svg, levels, 2, &err)) report_line(t->report, "no plot: %s", err.text);
+  else report_line(t->report, "plotted %s", svg);
+  if (t->model->num_experts_listed == 0) return;
+  snprintf(csv, sizeof csv, "%s/experts.csv", t->run->cfg.out);
+  snprintf(svg, sizeof svg, "%s/experts.svg", t->run->cfg.out);
+  if (plot_experts(csv, svg, &err)) report_line(t->report, "no plot: %s", err.text);
+  else report_line(t->report, "plotted %s", svg);
+}
+
 void train_rank(struct lm_ranks *ranks, void *arg) {
   struct trainer t = {.run = arg, .ranks = ranks};
   begin(&t);
@@ -279,6 +298,7 @@ void train_rank(struct lm_ranks *ranks, void *arg) {
   int done = t.state.step == t.run->cfg.steps;
   if (done) finish(&t, first_step);
   else if (t.report) report_line(t.report, "stopped after step %lld", (long long)t.state.step);
+  if (t.report && t.state.step > 0) draw_plots(&t);
   if (t.report) report_close(t.report);
   if (ranks->rank == 0) t.run->interrupted = !done;
   model_destroy(t.model);
