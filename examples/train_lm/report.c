@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include "layers.h"
-#include "plot.h"
 
 enum { PLAIN_LINES = 20, EXPERT_ROWS = 200, MOST_LINE = 512 };
 
@@ -237,24 +236,9 @@ void report_summary(struct lm_report *report, const struct lm_model *model, cons
   print_times(report, model);
 }
 
-#ifdef LM_WITH_PLOT
-static void draw(const struct lm_report *report, const char *csv, const char *svg,
-                 int (*plot)(const char *csv_path, const char *svg_path, struct lm_error *err)) {
-  char from[LM_MAX_PATH + 32], to[LM_MAX_PATH + 32];
-  struct lm_error err;
-  snprintf(from, sizeof from, "%s/%s", report->cfg.out, csv);
-  snprintf(to, sizeof to, "%s/%s", report->cfg.out, svg);
-  if (plot(from, to, &err)) fprintf(stderr, "train_lm: %s\n", err.text);
-}
-#endif
-
 void report_close(struct lm_report *report) {
   report_flush(report);
   if (fclose(report->metrics)) fprintf(stderr, "train_lm: metrics.csv: %s\n", strerror(errno));
   if (fclose(report->experts)) fprintf(stderr, "train_lm: experts.csv: %s\n", strerror(errno));
-#ifdef LM_WITH_PLOT
-  draw(report, "metrics.csv", "loss.svg", plot_loss);
-  draw(report, "experts.csv", "experts.svg", plot_experts);
-#endif
   free(report);
 }
