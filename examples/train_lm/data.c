@@ -1,0 +1,227 @@
+#include "data.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* llm.c's token files: a header of 256 int32, then uint16 tokens of GPT-2's vocabulary. */
+enum { HEADER_INTS = 256, TOKEN_MAGIC = 20240520, TOKEN_VERSION = 1, GPT2_VOCAB = 50257 };
+/* The held-out part is the last tenth, or this many tokens if that is less. */
+enum { MOST_HELD_OUT = 1 << 17 };
+
+struct names {
+  int count, room;
+  char **name;
+};
+
+static void add_name(struct names *names, const char *name) {
+  if (names->count == names->room) {
+    names->room = names->room ? 2 * names->room : 16;
+    names->name = realloc(names->name, (size_t)names->room * sizeof *names->name);
+    if (!names->name) lm_fatal("out of memory for %d file names", names->room);
+  }
+  size_t bytes = strlen(name) + 1;
+  names->name[names->count++] = memcpy(lm_alloc(bytes, 1), name, bytes);
+}
+
+static void free_names(struct names *names) {
+  for (int i = 0; i < names->count; i++) free(names->name[i]);
+  free(names->name);
+}
+
+static int list_files(const char *path, struct names *out, struct lm_error *err) {
+  struct stat info;
+  if (stat(path, &info)) return lm_error_set(err, "data %s: %s", path, strerror(errno));
+  if (S_ISREG(info.st_mode)) {
+    add_name(out, path);
+    return 0;
+  }
+  if (!S_ISDIR(info.st_mode)) return lm_error_set(err, "data %s is neither a file nor a folder", path);
+  struct dirent **entries;
+  int count = scandir(path, &entries, NULL, alphasort), status = 0;
+  if (count < 0) return lm_error_set(err, "data %s: %s", path, strerror(errno));
+  for (int i = 0; i < count; i++) {
+    char name[4096];
+    int length = snprintf(name, sizeof name, "%s/%s", path, entries[i]->d_name);
+    if (length >= (int)sizeof name) status = lm_error_set(err, "data: a path in %s is too long", path);
+    if (status == 0 && entries[i]->d_name[0] != '.') status = list_files(name, out, err);
+    free(entries[i]);
+  }
+  free(entries);
+  return status;
+}
+
+static int map_file(struct lm_data_file *file, const char *path, struct lm_error *err) {
+  int fd = open(path, O_RDONLY | O_CLOEXEC);
+  struct stat info;
+  if (fd < 0 || fstat(fd, &info)) {
+    lm_error_set(err, "data %s: %s", path, strerror(errno));
+    if (fd >= 0) close(fd);
+    return -1;
+  }
+  *file = (struct lm_data_file){.map_bytes = info.st_size};
+  if (info.st_size > 0) {
+    void *map = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (map == MAP_FAILED) lm_error_set(err, "data %s: %s", path, strerror(errno));
+    file->map = map == MAP_FAILED ? NULL : map;
+  }
+  close(fd);
+  return info.st_size > 0 && !file->map ? -1 : 0;
+}
+
+static int32_t header_int(const struct lm_data_file *file, int index) {
+  int32_t value;
+  memcpy(&value, file->map + (size_t)index * sizeof value, sizeof value);
+  return value;
+}
+
+static int is_token_file(const struct lm_data_file *file) {
+  return file->map_bytes >= (int64_t)(HEADER_INTS * sizeof(int32_t)) && header_int(file, 0) == TOKEN_MAGIC;
+}
+
+/* The number of tokens, or -1. */
+static int64_t file_tokens(const struct lm_data_file *file, int bytes, const char *path, struct lm_error *err) {
+  if (bytes) return file->map_bytes;
+  int64_t held = (file->map_bytes - (int64_t)(HEADER_INTS * sizeof(int32_t))) / (int64_t)sizeof(uint16_t);
+  if (header_int(file, 1) != TOKEN_VERSION)
+    return lm_error_set(err, "data %s: token file of version %d; version %d was expected", path, header_int(file, 1),
+                        TOKEN_VERSION);
+  if (header_int(file, 2) < 0 || header_int(file, 2) > held)
+    return lm_error_set(err, "data %s: the header promises %d tokens, the file has room for %lld", path,
+                        header_int(file, 2), (long long)held);
+  return header_int(file, 2);
+}
+
+static int map_files(struct lm_data *data, const struct names *names, struct lm_error *err) {
+  data->files = lm_alloc((size_t)names->count, sizeof *data->files);
+  for (int i = 0; i < names->count; i++) {
+    struct lm_data_file *file = &data->files[data->num_files++];
+    if (map_file(file, names->name[i], err)) return -1;
+    int bytes = !is_token_file(file);
+    if (i == 0) data->bytes = bytes;
+    if (bytes != data->bytes)
+      return lm_error_set(err, "data %s is %s, but %s is not; files of one kind were expected", names->name[i],
+                          bytes ? "text" : "a token file", names->name[0]);
+    file->first = data->tokens;
+    int64_t tokens = file_tokens(file, bytes, names->name[i], err);
+    if (tokens < 0) return -1;
+    data->tokens += tokens;
+  }
+  return 0;
+}
+
+static int split(struct lm_data *data, const char *path, int context, struct lm_error *err) {
+  const char *what = data->bytes ? "bytes" : "tokens";
+  if (data->tokens == 0) return lm_error_set(err, "data %s is empty", path);
+  data->held_out = data->tokens / 10 < MOST_HELD_OUT ? data->tokens / 10 : MOST_HELD_OUT;
+  data->train = data->tokens - data->held_out;
+  if (data->held_out < context + 1)
+    return lm_error_set(err,
+                        "data %s has %lld %s; at least %lld were expected, so that the tenth held out holds one "
+                        "sequence of context %d",
+                        path, (long long)data->tokens, what, 10 * ((long long)context + 1), context);
+  data->vocab = data->bytes ? 256 : GPT2_VOCAB;
+  return 0;
+}
+
+int data_open(struct lm_data *data, const char *path, int context, struct lm_error *err) {
+  *data = (struct lm_data){.bytes = 1};
+  struct names names = {0};
+  int status = list_files(path, &names, err);
+  if (status == 0 && names.count == 0) status = lm_error_set(err, "data %s: the folder holds no files", path);
+  if (status == 0) status = map_files(data, &names, err);
+  if (status == 0) status = split(data, path, context, err);
+  free_names(&names);
+  if (status) data_close(data);
+  return status;
+}
+
+void data_close(struct lm_data *data) {
+  for (int i = 0; i < data->num_files; i++)
+    if (data->files[i].map) munmap((void *)data->files[i].map, (size_t)data->files[i].map_bytes);
+  free(data->files);
+  *data = (struct lm_data){0};
+}
+
+/* The file that holds token `index`. */
+static int find_file(const struct lm_data *data, int64_t index) {
+  int low = 0, high = data->num_files - 1;
+  while (low < high) {
+    int middle = (low + high + 1) / 2;
+    if (data->files[middle].first <= index) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+void data_read(const struct lm_data *data, int64_t first, int64_t n, int32_t *out) {
+  int at = find_file(data, first);
+  for (int64_t i = 0; i < n; i++) {
+    while (at + 1 < data->num_files && first + i >= data->files[at + 1].first) at++;
+    const uint8_t *from = data->files[at].map;
+    int64_t place = first + i - data->files[at].first;
+    if (data->bytes) {
+      out[i] = from[place];
+    } else {
+      uint16_t token;
+      memcpy(&token, from + HEADER_INTS * sizeof(int32_t) + (size_t)place * sizeof token, sizeof token);
+      out[i] = token;
+    }
+  }
+}
+
+static uint64_t mix(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9u;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+int64_t data_train_start(const struct lm_data *data, int context, uint64_t seed, uint64_t step, int64_t index) {
+  uint64_t places = (uint64_t)(data->train - context); /* the sequence and the token after it stay inside */
+  uint64_t number = mix(mix(mix(seed + 0x9e3779b97f4a7c15u) + step) + 0x9e3779b97f4a7c15u * (uint64_t)(index + 1));
+  return (int64_t)(number % places);
+}
+
+int64_t data_held_out_sequences(const struct lm_data *data, int context) { return (data->held_out - 1) / context; }
+
+int64_t data_held_out_start(const struct lm_data *data, int context, int64_t index, int64_t count) {
+  int64_t all = data_held_out_sequences(data, context);
+  return data->train + (count >= all ? index : index * all / count) * context;
+}
+
+static double entropy(const int64_t *count, int64_t n) {
+  double sum = 0, total = 0;
+  for (int64_t i = 0; i < n; i++) total += (double)count[i];
+  for (int64_t i = 0; i < n; i++)
+    if (count[i] > 0) sum -= (double)count[i] / total * log2((double)count[i] / total);
+  return sum;
+}
+
+void data_entropy(const struct lm_data *data, double *unigram, double *bigram) {
+  int64_t *single = lm_alloc(65536, sizeof *single), *pair = lm_alloc(65536, sizeof *pair);
+  int64_t *before = lm_alloc(65536, sizeof *before);
+  int32_t block[4096], last = -1;
+  for (int64_t at = 0; at < data->held_out; at += 4096) {
+    int64_t n = data->held_out - at < 4096 ? data->held_out - at : 4096;
+    data_read(data, data->train + at, n, block);
+    for (int64_t i = 0; i < n; i++) {
+      single[block[i]]++;
+      if (data->bytes && last >= 0) pair[last * 256 + block[i]]++, before[last]++;
+      last = block[i];
+    }
+  }
+  *unigram = entropy(single, 65536);
+  *bigram = data->bytes ? entropy(pair, 65536) - entropy(before, 65536) : NAN;
+  free(single);
+  free(pair);
+  free(before);
+}
