@@ -1,5 +1,5 @@
-/* Collectives made of a transport's exchange: one engine for each transport then has all the waiting, checking and failing. Their
- * messages grow with the number of ranks, which suits groups of experts. */
+/* Collectives made of a transport's exchange: one engine for each transport then has all the waiting, checking and
+ * failing. Their messages grow with the number of ranks, which suits groups of experts. */
 #include <string.h>
 
 #include "a2a/transport.h"
@@ -7,7 +7,7 @@
 #include "core/simd.h"
 
 enum {
-  SUM_CHUNK_BYTES = 4 << 20, /* of temporaries, whatever n is */
+  SUM_CHUNK_BYTES = 4 << 20,  /* of temporaries, whatever n is */
   SUM_SMALL_BYTES = 64 << 10, /* below, one exchange in which all ranks sum everything beats two of slices */
   SUM_BLOCK = 1024            /* elements that stay in the nearest cache while the ranks' values are added */
 };
@@ -21,13 +21,15 @@ void pmoei_exchange_copy(const pmoei_exchange *sender, int32_t from, const pmoei
   }
 }
 
-pmoe_status pmoei_exchange_check(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver, int32_t to) {
+pmoe_status pmoei_exchange_check(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver,
+                                 int32_t to) {
   if (sender->num_parts != receiver->num_parts)
-    return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank %d sends %d arrays, but rank %d expects %d", receiver->what, from, sender->num_parts,
-                       to, receiver->num_parts);
+    return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank %d sends %d arrays, but rank %d expects %d", receiver->what, from,
+                       sender->num_parts, to, receiver->num_parts);
   for (int32_t i = 0; i < receiver->num_parts; i++)
     if (sender->part[i].row_bytes != receiver->part[i].row_bytes || sender->send_rows[to] != receiver->recv_rows[from])
-      return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank %d sends %lld rows of %zu bytes to rank %d, which expects %lld of %zu",
+      return pmoei_error(PMOE_ERR_MISMATCH,
+                         "%s: rank %d sends %lld rows of %zu bytes to rank %d, which expects %lld of %zu",
                          receiver->what, from, (long long)sender->send_rows[to], sender->part[i].row_bytes, to,
                          (long long)receiver->recv_rows[from], receiver->part[i].row_bytes);
   return PMOE_OK;
@@ -57,7 +59,8 @@ static pmoe_status exchange(pmoe_comm *comm, const char *what, const void *send,
 }
 
 /* The same `rows` rows from this rank to every rank, and theirs in rank order. */
-static pmoe_status exchange_all(pmoe_comm *comm, const char *what, const void *send, void *recv, int64_t rows, size_t row_bytes) {
+static pmoe_status exchange_all(pmoe_comm *comm, const char *what, const void *send, void *recv, int64_t rows,
+                                size_t row_bytes) {
   row_lists lists = lists_of(comm);
   for (int32_t p = 0; p < comm->nranks; p++) {
     lists.send_first[p] = 0;
@@ -67,11 +70,14 @@ static pmoe_status exchange_all(pmoe_comm *comm, const char *what, const void *s
   return exchange(comm, what, send, recv, row_bytes);
 }
 
-pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each) {
+pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst,
+                                        size_t bytes_each) {
   return exchange_all(comm, what, src, dst, 1, bytes_each);
 }
 
-pmoe_status pmoei_barrier_by_exchange(pmoe_comm *comm, const char *what) { return exchange_all(comm, what, NULL, NULL, 0, 0); }
+pmoe_status pmoei_barrier_by_exchange(pmoe_comm *comm, const char *what) {
+  return exchange_all(comm, what, NULL, NULL, 0, 0);
+}
 
 static size_t sum_size(pmoei_sum type) {
   static const size_t sizes[] = {sizeof(float), sizeof(pmoei_bf16), sizeof(double), sizeof(int64_t)};
@@ -86,7 +92,9 @@ static void sum_ranks(void *out, const void *in, int32_t nranks, int64_t n, pmoe
     float wide[SUM_BLOCK];
     if (type == PMOEI_SUM_BF16)
       for (int64_t i = 0; i < m; i++) wide[i] = pmoei_bf16_to_f32(((const pmoei_bf16 *)in)[first + i]);
-    else memcpy((char *)out + (size_t)first * sum_size(type), (const char *)in + (size_t)first * sum_size(type), (size_t)m * sum_size(type));
+    else
+      memcpy((char *)out + (size_t)first * sum_size(type), (const char *)in + (size_t)first * sum_size(type),
+             (size_t)m * sum_size(type));
     for (int32_t p = 1; p < nranks; p++) {
       int64_t from = p * n + first;
       if (type == PMOEI_SUM_F32)
@@ -103,10 +111,13 @@ static void sum_ranks(void *out, const void *in, int32_t nranks, int64_t n, pmoe
   }
 }
 
-static int64_t slice_first(int64_t n, int32_t nranks, int32_t rank) { return n / nranks * rank + n % nranks * rank / nranks; }
+static int64_t slice_first(int64_t n, int32_t nranks, int32_t rank) {
+  return n / nranks * rank + n % nranks * rank / nranks;
+}
 
 /* Each rank sums one slice for all of them and hands it round. */
-static pmoe_status sum_slices(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type, void *gathered, void *slice) {
+static pmoe_status sum_slices(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type, void *gathered,
+                              void *slice) {
   row_lists lists = lists_of(comm);
   int32_t nranks = comm->nranks;
   int64_t mine = slice_first(n, nranks, comm->rank + 1) - slice_first(n, nranks, comm->rank);
@@ -127,7 +138,8 @@ static pmoe_status sum_slices(pmoe_comm *comm, const char *what, void *inout, in
   return exchange(comm, what, slice, inout, sum_size(type));
 }
 
-static pmoe_status sum_chunk(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type, void *gathered, void *slice) {
+static pmoe_status sum_chunk(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type, void *gathered,
+                             void *slice) {
   if ((size_t)n * sum_size(type) * (size_t)comm->nranks > SUM_SMALL_BYTES)
     return sum_slices(comm, what, inout, n, type, gathered, slice);
   PMOEI_TRY(exchange_all(comm, what, inout, gathered, n, sum_size(type)));
@@ -140,7 +152,8 @@ static pmoe_status compare_lengths(pmoe_comm *comm, const char *what, int64_t n,
   PMOEI_TRY(pmoei_allgather_by_exchange(comm, what, &n, room, sizeof n));
   for (int32_t p = 1; p < comm->nranks; p++)
     if (room[p] != room[0])
-      return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank 0 sums %lld values, but rank %d %lld", what, (long long)room[0], p, (long long)room[p]);
+      return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank 0 sums %lld values, but rank %d %lld", what, (long long)room[0],
+                         p, (long long)room[p]);
   return PMOE_OK;
 }
 
@@ -174,7 +187,8 @@ static pmoe_status judge(const pmoe_comm *comm, const char *what) {
       return pmoei_error(PMOE_ERR_MISMATCH, "rank 0 is in %s, but rank %d is in %s", all[0].what, p, all[p].what);
   for (int32_t p = 0; p < comm->nranks; p++)
     if (all[p].status != PMOE_OK)
-      return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s: %s", what, p, pmoe_status_name((pmoe_status)all[p].status), all[p].why);
+      return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s: %s", what, p,
+                         pmoe_status_name((pmoe_status)all[p].status), all[p].why);
   return PMOE_OK;
 }
 
@@ -189,7 +203,8 @@ pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine
   pmoei_outcome outcome = {.status = (int32_t)mine};
   copy_text(outcome.what, sizeof outcome.what, what);
   copy_text(outcome.why, sizeof outcome.why, mine == PMOE_OK ? "" : pmoe_last_error());
-  pmoe_status status = pmoei_allgather(comm, "agreement before a collective call", &outcome, comm->outcomes, sizeof outcome);
+  pmoe_status status =
+      pmoei_allgather(comm, "agreement before a collective call", &outcome, comm->outcomes, sizeof outcome);
   if (status == PMOE_OK && mine == PMOE_OK) return judge(comm, what);
   return mine == PMOE_OK ? status : pmoei_error(mine, "%s", outcome.why);
 }

@@ -17,8 +17,8 @@ static void lay_out(pmoei_arena *arena, int32_t nranks, size_t state_bytes, pmoe
   comm->state = state_bytes > 0 ? state : NULL;
 }
 
-pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks, size_t state_bytes,
-                           pmoe_comm **out) {
+pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks,
+                           size_t state_bytes, pmoe_comm **out) {
   pmoei_arena measure = {NULL, 0};
   lay_out(&measure, nranks, state_bytes, NULL);
   pmoe_comm *comm = NULL;
@@ -41,7 +41,8 @@ void pmoei_comm_retain(pmoe_comm *comm) { comm->refs++; }
 void pmoei_comm_release(pmoe_comm *comm) {
   if (!comm || --comm->refs > 0) return;
   pmoe_ctx *ctx = comm->ctx;
-  if (comm->num_flying > 0) pmoei_comm_fail(comm, PMOE_ERR_COMM, "it ended its communicator with an exchange under way");
+  if (comm->num_flying > 0)
+    pmoei_comm_fail(comm, PMOE_ERR_COMM, "it ended its communicator with an exchange under way");
   comm->transport->destroy(comm);
   pmoei_free(ctx, comm, comm->bytes);
   pmoei_ctx_release(ctx);
@@ -74,7 +75,8 @@ pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int6
 pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange) {
   PMOEI_TRY(ready(comm));
   if (comm->num_flying == PMOEI_MAX_EXCHANGES)
-    return pmoei_error(PMOE_ERR_STATE, "%s: %d exchanges are under way; finish one first", exchange->what, PMOEI_MAX_EXCHANGES);
+    return pmoei_error(PMOE_ERR_STATE, "%s: %d exchanges are under way; finish one first", exchange->what,
+                       PMOEI_MAX_EXCHANGES);
   PMOEI_TRY(remember(comm, comm->transport->exchange_start(comm, exchange)));
   comm->flying[(comm->oldest + comm->num_flying++) % PMOEI_MAX_EXCHANGES] = exchange;
   return PMOE_OK;
@@ -83,7 +85,8 @@ pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange) {
 pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange) {
   PMOEI_TRY(ready(comm));
   if (comm->num_flying == 0 || comm->flying[comm->oldest] != exchange)
-    return pmoei_error(PMOE_ERR_STATE, "%s: finished out of order; exchanges finish in the order of starting", exchange->what);
+    return pmoei_error(PMOE_ERR_STATE, "%s: finished out of order; exchanges finish in the order of starting",
+                       exchange->what);
   comm->oldest = (comm->oldest + 1) % PMOEI_MAX_EXCHANGES;
   comm->num_flying--;
   return remember(comm, comm->transport->exchange_finish(comm, exchange));
@@ -127,8 +130,8 @@ static pmoe_status check_allgather(const pmoe_comm *comm, const void *src, const
     PMOEI_REQUIRE_POINTER(src);
     PMOEI_REQUIRE_POINTER(dst);
   }
-  PMOEI_REQUIRE(bytes_each <= (size_t)INT64_MAX / (size_t)comm->nranks, "bytes_each is %zu; %d times that exceeds 64 bits", bytes_each,
-                comm->nranks);
+  PMOEI_REQUIRE(bytes_each <= (size_t)INT64_MAX / (size_t)comm->nranks,
+                "bytes_each is %zu; %d times that exceeds 64 bits", bytes_each, comm->nranks);
   return PMOE_OK;
 }
 
@@ -141,8 +144,8 @@ pmoe_status pmoe_comm_allgather(pmoe_comm *comm, const void *src, void *dst, siz
 static pmoe_status check_allreduce(const void *inout, int64_t n, pmoe_dtype dtype) {
   PMOEI_REQUIRE(n >= 0, "n is %lld; 0 or more was expected", (long long)n);
   if (n > 0) PMOEI_REQUIRE_POINTER(inout);
-  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %d (%s); PMOE_F32 or PMOE_BF16 was expected", (int)dtype,
-                pmoe_dtype_name(dtype));
+  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %d (%s); PMOE_F32 or PMOE_BF16 was expected",
+                (int)dtype, pmoe_dtype_name(dtype));
   return PMOE_OK;
 }
 
@@ -191,7 +194,8 @@ pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_co
   int32_t frame = -1;
   pmoe_status status = out ? PMOE_OK : pmoei_error(PMOE_ERR_ARG, "out is NULL; a pointer was expected");
   if (status == PMOE_OK)
-    status = pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
+    status =
+        pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
   status = pmoei_comm_agree(comm, __func__, status);
   if (status == PMOE_OK) status = split(comm, __func__, (split_entry){color, key}, room, out);
   if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);

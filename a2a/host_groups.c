@@ -37,8 +37,10 @@ static rooms lay_out(pmoei_arena *arena, const pmoe_groups *groups) {
 static pmoe_status check_inside(const identity *members, int32_t n, identity mine, const char *name) {
   for (int32_t i = 0; i < n; i++)
     if (members[i].dense_id != mine.dense_id)
-      return pmoei_error(PMOE_ERR_MISMATCH, "rank %d of dense_dp shares groups->%s with a rank that is in another dense_dp (there rank %d)",
-                         (int)mine.rank, name, (int)members[i].rank);
+      return pmoei_error(
+          PMOE_ERR_MISMATCH,
+          "rank %d of dense_dp shares groups->%s with a rank that is in another dense_dp (there rank %d)",
+          (int)mine.rank, name, (int)members[i].rank);
   return PMOE_OK;
 }
 
@@ -46,17 +48,21 @@ static pmoe_status check_inside(const identity *members, int32_t n, identity min
 static pmoe_status check_table(const membership *m, int32_t n, int32_t *first_at_place) {
   for (int32_t r = 1; r < n; r++)
     if (m[r].ep_size != m[0].ep_size)
-      return pmoei_error(PMOE_ERR_MISMATCH, "rank 0 of dense_dp is in an ep group of %d ranks, but rank %d in one of %d", m[0].ep_size, r,
+      return pmoei_error(PMOE_ERR_MISMATCH,
+                         "rank 0 of dense_dp is in an ep group of %d ranks, but rank %d in one of %d", m[0].ep_size, r,
                          m[r].ep_size);
   for (int32_t place = 0; place < m[0].ep_size; place++) first_at_place[place] = -1;
   for (int32_t r = 0; r < n; r++) {
     int32_t leader = m[r].edp_leader, *first = &first_at_place[m[r].ep_place];
     if (m[r].ep_place != m[leader].ep_place)
-      return pmoei_error(PMOE_ERR_MISMATCH, "ranks %d and %d of dense_dp share an expert_dp group, but have places %d and %d in their ep groups",
-                         leader, r, m[leader].ep_place, m[r].ep_place);
+      return pmoei_error(
+          PMOE_ERR_MISMATCH,
+          "ranks %d and %d of dense_dp share an expert_dp group, but have places %d and %d in their ep groups", leader,
+          r, m[leader].ep_place, m[r].ep_place);
     if (*first < 0) *first = r;
     if (leader != m[*first].edp_leader)
-      return pmoei_error(PMOE_ERR_MISMATCH, "ranks %d and %d of dense_dp have place %d in their ep groups, but share no expert_dp group",
+      return pmoei_error(PMOE_ERR_MISMATCH,
+                         "ranks %d and %d of dense_dp have place %d in their ep groups, but share no expert_dp group",
                          *first, r, m[r].ep_place);
   }
   return PMOE_OK;
@@ -85,7 +91,8 @@ pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, const pmoe_groups *groups) {
   int32_t frame = -1;
   pmoe_status status = PMOE_OK;
   if (!groups->ep) status = pmoei_error(PMOE_ERR_ARG, "groups->ep is NULL; a communicator was expected");
-  else if (!groups->expert_dp) status = pmoei_error(PMOE_ERR_ARG, "groups->expert_dp is NULL; a communicator was expected");
+  else if (!groups->expert_dp)
+    status = pmoei_error(PMOE_ERR_ARG, "groups->expert_dp is NULL; a communicator was expected");
   else {
     pmoei_arena measure = {NULL, 0};
     (void)lay_out(&measure, groups);

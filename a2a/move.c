@@ -42,16 +42,16 @@ static bool lies_as_exchanged(const pmoe_plan *plan, const pmoe_mat *rows) {
   return a2a->num_local == 1 && a2a->cfg.sizing == PMOE_SIZING_EAGER && rows->ld == rows->cols;
 }
 
-static pmoe_status open_staging(pmoe_plan *plan, pmoe_mat *rows, float *row_value) {
+static pmoe_status open_staging(pmoe_plan *plan, pmoe_mat *rows, float *row_value, bool values) {
   pmoei_movement *move = &plan->move;
   move->direct = lies_as_exchanged(plan, rows);
   int64_t owned = move->direct ? 0 : plan->staged_recv;
   pmoei_arena arena = {NULL, 0};
-  lay_out_staging(&arena, plan->a2a, plan->staged_send, owned, row_value != NULL, move);
+  lay_out_staging(&arena, plan->a2a, plan->staged_send, owned, values, move);
   void *base;
   PMOEI_TRY(pmoei_scratch_open(plan->a2a->ctx, arena.used, &base, &move->scratch));
   arena = (pmoei_arena){base, 0};
-  lay_out_staging(&arena, plan->a2a, plan->staged_send, owned, row_value != NULL, move);
+  lay_out_staging(&arena, plan->a2a, plan->staged_send, owned, values, move);
   if (move->direct) {
     move->owned = *rows;
     move->owned_value = row_value;
@@ -77,11 +77,12 @@ static void close_movement(pmoe_plan *plan) {
   plan->move.scratch = -1;
 }
 
+/* Whether values travel along is the same on every rank, with rows or without. */
 static void set_parts(pmoei_exchange *exchange, const pmoe_mat *send, const float *send_value, const pmoe_mat *recv,
-                      float *recv_value) {
+                      float *recv_value, bool values) {
   exchange->part[0] = (pmoei_part){send->data, recv->data, (size_t)send->cols * pmoe_dtype_size(send->dtype)};
   exchange->num_parts = 1;
-  if (send_value) exchange->part[exchange->num_parts++] = (pmoei_part){send_value, recv_value, sizeof(float)};
+  if (values) exchange->part[exchange->num_parts++] = (pmoei_part){send_value, recv_value, sizeof(float)};
 }
 
 /* ---- out: tokens to rows ---- */
@@ -97,7 +98,8 @@ static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_
   }
   move->rows = *rows;
   move->row_value = row_value;
-  PMOEI_TRY(open_staging(plan, rows, row_value));
+  bool values = weight != NULL;
+  PMOEI_TRY(open_staging(plan, rows, row_value, values));
   a2a->rows_ops->spread(a2a->ctx, map, x, &move->sent, weight, scale, move->sent_value);
   zero_padding(a2a->ep->nranks, plan->send_first, plan->send_real, plan->send_count, &move->sent, move->sent_value);
   move->exchange = (pmoei_exchange){.what = what,
@@ -105,7 +107,7 @@ static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_
                                     .send_rows = plan->send_count,
                                     .recv_first = plan->recv_first,
                                     .recv_rows = plan->recv_count};
-  set_parts(&move->exchange, &move->sent, move->sent_value, &move->owned, move->owned_value);
+  set_parts(&move->exchange, &move->sent, move->sent_value, &move->owned, move->owned_value, values);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
 
@@ -138,7 +140,8 @@ static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row
   move->token_value = token_value;
   pmoe_mat source = *rows;
   float *source_value = (float *)row_value; /* only read */
-  PMOEI_TRY(open_staging(plan, &source, source_value));
+  bool values = sum->weight == NULL;        /* backward: the rows' values come back, and the sum needs no weights */
+  PMOEI_TRY(open_staging(plan, &source, source_value, values));
   if (!move->direct) {
     a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->back_runs, rows, &move->owned,
                              row_value, move->owned_value);
@@ -149,7 +152,7 @@ static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row
                                     .send_rows = plan->recv_count,
                                     .recv_first = plan->send_first,
                                     .recv_rows = plan->send_count};
-  set_parts(&move->exchange, &move->owned, move->owned_value, &move->sent, move->sent_value);
+  set_parts(&move->exchange, &move->owned, move->owned_value, &move->sent, move->sent_value, values);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
 
@@ -253,7 +256,7 @@ static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing
   PMOEI_TRY(pmoei_check_mat(dy, "dy", a2a->dtype, plan->tokens, a2a->hidden));
   PMOEI_TRY(pmoei_check_mat(drows, "drows", a2a->dtype, plan->recv_rows, a2a->hidden));
   PMOEI_REQUIRE(routing->weight != NULL, "routing->weight is NULL; a pointer was expected");
-  PMOEI_REQUIRE_POINTER(row_weight);
+  PMOEI_REQUIRE(row_weight || plan->recv_rows == 0, "row_weight is NULL; a pointer was expected");
   return started(plan, start_out(plan, "pmoe: combine backward", &map, dy, routing->weight, scale, drows, row_weight));
 }
 
@@ -271,8 +274,8 @@ static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routin
   PMOEI_TRY(make_map(plan, routing, &map));
   PMOEI_TRY(pmoei_check_mat(drows, "drows", a2a->dtype, plan->recv_rows, a2a->hidden));
   PMOEI_TRY(pmoei_check_mat_or_f32(dx, "dx", a2a->dtype, plan->tokens, a2a->hidden));
-  PMOEI_REQUIRE_POINTER(drow_weight);
-  PMOEI_REQUIRE_POINTER(dweight);
+  PMOEI_REQUIRE(drow_weight || plan->recv_rows == 0, "drow_weight is NULL; a pointer was expected");
+  PMOEI_REQUIRE(dweight || plan->tokens == 0, "dweight is NULL; a pointer was expected");
   pmoei_row_sum sum = {.y = dx};
   return started(plan, start_back(plan, "pmoe: dispatch backward", &map, drows, drow_weight, &sum, dweight));
 }

@@ -25,8 +25,8 @@ static pmoe_status read_order(const char *order, pmoei_axis *axes, bool *named) 
   for (const char *token = order; token;) {
     size_t length = strcspn(token, "-");
     pmoei_axis axis;
-    PMOEI_REQUIRE(find_axis(token, length, &axis), "cfg->order is \"%s\"; \"%.*s\" is none of tp, cp, ep, dp, pp", order, (int)length,
-                  token);
+    PMOEI_REQUIRE(find_axis(token, length, &axis), "cfg->order is \"%s\"; \"%.*s\" is none of tp, cp, ep, dp, pp",
+                  order, (int)length, token);
     PMOEI_REQUIRE(!named[axis], "cfg->order is \"%s\"; it names %s twice", order, axis_names[axis]);
     named[axis] = true;
     axes[count++] = axis;
@@ -41,7 +41,8 @@ static pmoe_status read_order(const char *order, pmoei_axis *axes, bool *named) 
 static pmoe_status left_over(int32_t world, int32_t a, int32_t b, int32_t c, const char *names, int32_t *out) {
   int64_t parts = (int64_t)a * b; /* at most 2^62; beyond world it divides nothing, whatever c is */
   parts = parts > world ? parts : parts * c;
-  PMOEI_REQUIRE(parts <= world && world % parts == 0, "world is %d; a multiple of %s (%d * %d * %d) was expected", world, names, a, b, c);
+  PMOEI_REQUIRE(parts <= world && world % parts == 0, "world is %d; a multiple of %s (%d * %d * %d) was expected",
+                world, names, a, b, c);
   *out = world / (int32_t)parts;
   return PMOE_OK;
 }
@@ -52,7 +53,8 @@ static int32_t stride(const pmoei_rank_grid *grid, const int32_t *sizes, pmoei_a
   return stride;
 }
 
-static pmoe_status set_sizes(const pmoe_topology_config *cfg, const bool *named, const char *order, pmoei_rank_grid *grid) {
+static pmoe_status set_sizes(const pmoe_topology_config *cfg, const bool *named, const char *order,
+                             pmoei_rank_grid *grid) {
   const int32_t given[] = {cfg->tp, cfg->cp, cfg->pp, cfg->ep, cfg->etp};
   static const char *const names[] = {"tp", "cp", "pp", "ep", "etp"};
   int32_t size[5];
@@ -67,8 +69,8 @@ static pmoe_status set_sizes(const pmoe_topology_config *cfg, const bool *named,
   memcpy(grid->dense, dense, sizeof dense);
   memcpy(grid->expert, expert, sizeof expert);
   for (int i = 0; i < PMOEI_AXES; i++)
-    PMOEI_REQUIRE(named[i] || (dense[i] == 1 && expert[i] == 1), "cfg->order is \"%s\"; it lacks %s, whose size is %d", order,
-                  axis_names[i], dense[i] > expert[i] ? dense[i] : expert[i]);
+    PMOEI_REQUIRE(named[i] || (dense[i] == 1 && expert[i] == 1), "cfg->order is \"%s\"; it lacks %s, whose size is %d",
+                  order, axis_names[i], dense[i] > expert[i] ? dense[i] : expert[i]);
   return PMOE_OK;
 }
 
@@ -84,7 +86,8 @@ pmoe_status pmoei_rank_grid_make(int32_t world, const pmoe_topology_config *conf
   /* Equal strides: both grids cut the world into the same pipeline stages. */
   int32_t dense = stride(&grid, grid.dense, PMOEI_AXIS_PP), expert = stride(&grid, grid.expert, PMOEI_AXIS_PP);
   PMOEI_REQUIRE(grid.dense[PMOEI_AXIS_PP] == 1 || dense == expert,
-                "cfg->order is \"%s\"; neighbouring pipeline stages are %d ranks apart for dense and %d for expert layers (put pp last)",
+                "cfg->order is \"%s\"; neighbouring pipeline stages are %d ranks apart for dense and %d for expert "
+                "layers (put pp last)",
                 order, dense, expert);
   *out = grid;
   return PMOE_OK;
@@ -101,11 +104,11 @@ typedef struct group_kind {
 } group_kind;
 
 static const group_kind group_kinds[] = {
-    {"tp", false, {1, 0, 0, 0, 0}},       {"cp", false, {0, 1, 0, 0, 0}},     {"dp", false, {0, 0, 0, 1, 0}},
-    {"pp", false, {0, 0, 0, 0, 1}},       {"dp_cp", false, {0, 1, 0, 1, 0}},  {"tp_cp", false, {1, 1, 0, 0, 0}},
-    {"tp_dp", false, {1, 0, 0, 1, 0}},    {"tp_dp_cp", false, {1, 1, 0, 1, 0}}, {"mp", false, {1, 0, 0, 0, 1}},
-    {"ep", true, {0, 0, 1, 0, 0}},        {"expt_tp", true, {1, 0, 0, 0, 0}}, {"expt_dp", true, {0, 0, 0, 1, 0}},
-    {"tp_ep", true, {1, 0, 1, 0, 0}},     {"tp_ep_pp", true, {1, 0, 1, 0, 1}}};
+    {"tp", false, {1, 0, 0, 0, 0}},    {"cp", false, {0, 1, 0, 0, 0}},       {"dp", false, {0, 0, 0, 1, 0}},
+    {"pp", false, {0, 0, 0, 0, 1}},    {"dp_cp", false, {0, 1, 0, 1, 0}},    {"tp_cp", false, {1, 1, 0, 0, 0}},
+    {"tp_dp", false, {1, 0, 0, 1, 0}}, {"tp_dp_cp", false, {1, 1, 0, 1, 0}}, {"mp", false, {1, 0, 0, 0, 1}},
+    {"ep", true, {0, 0, 1, 0, 0}},     {"expt_tp", true, {1, 0, 0, 0, 0}},   {"expt_dp", true, {0, 0, 0, 1, 0}},
+    {"tp_ep", true, {1, 0, 1, 0, 0}},  {"tp_ep_pp", true, {1, 0, 1, 0, 1}}};
 
 /* The rank whose coordinates on the axes with spans[axis] == which are the digits of `index`, and 0 on the others. */
 static int32_t place(const pmoei_rank_grid *grid, const int32_t *sizes, const bool *spans, bool which, int32_t index) {
@@ -121,15 +124,18 @@ static int32_t place(const pmoei_rank_grid *grid, const int32_t *sizes, const bo
   return rank;
 }
 
-pmoe_status pmoe_topology_ranks(int32_t world, const pmoe_topology_config *cfg, const char *group, pmoe_rank_lists *out) {
+pmoe_status pmoe_topology_ranks(int32_t world, const pmoe_topology_config *cfg, const char *group,
+                                pmoe_rank_lists *out) {
   PMOEI_REQUIRE_POINTER(group);
   PMOEI_REQUIRE_POINTER(out);
   PMOEI_REQUIRE_POINTER(out->ranks);
   const group_kind *kind = NULL;
   for (size_t i = 0; i < sizeof group_kinds / sizeof group_kinds[0]; i++)
     if (strcmp(group, group_kinds[i].name) == 0) kind = &group_kinds[i];
-  PMOEI_REQUIRE(kind, "group is \"%s\"; a dense group (tp cp dp pp dp_cp tp_cp tp_dp tp_dp_cp mp) or an expert group "
-                      "(ep expt_tp expt_dp tp_ep tp_ep_pp) was expected", group);
+  PMOEI_REQUIRE(kind,
+                "group is \"%s\"; a dense group (tp cp dp pp dp_cp tp_cp tp_dp tp_dp_cp mp) or an expert group "
+                "(ep expt_tp expt_dp tp_ep tp_ep_pp) was expected",
+                group);
   pmoei_rank_grid grid;
   PMOEI_TRY(pmoei_rank_grid_make(world, cfg, &grid));
   const int32_t *sizes = kind->expert ? grid.expert : grid.dense;
@@ -138,7 +144,8 @@ pmoe_status pmoe_topology_ranks(int32_t world, const pmoe_topology_config *cfg, 
   out->num_groups = world / out->group_size;
   for (int32_t g = 0; g < out->num_groups; g++)
     for (int32_t i = 0; i < out->group_size; i++)
-      out->ranks[g * out->group_size + i] = place(&grid, sizes, kind->spans, false, g) + place(&grid, sizes, kind->spans, true, i);
+      out->ranks[g * out->group_size + i] =
+          place(&grid, sizes, kind->spans, false, g) + place(&grid, sizes, kind->spans, true, i);
   return PMOE_OK;
 }
 

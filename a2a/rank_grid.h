@@ -5,7 +5,14 @@
 
 #include "core/status.h"
 
-typedef enum pmoei_axis { PMOEI_AXIS_TP, PMOEI_AXIS_CP, PMOEI_AXIS_EP, PMOEI_AXIS_DP, PMOEI_AXIS_PP, PMOEI_AXES } pmoei_axis;
+typedef enum pmoei_axis {
+  PMOEI_AXIS_TP,
+  PMOEI_AXIS_CP,
+  PMOEI_AXIS_EP,
+  PMOEI_AXIS_DP,
+  PMOEI_AXIS_PP,
+  PMOEI_AXES
+} pmoei_axis;
 
 typedef struct pmoei_rank_grid {
   int32_t world;
@@ -14,7 +21,8 @@ typedef struct pmoei_rank_grid {
   int32_t dense[PMOEI_AXES], expert[PMOEI_AXES];
 } pmoei_rank_grid;
 
-/* cfg may be NULL. ERR_ARG for sizes or orders that form no grid, and for grids that disagree about the pipeline stages. */
+/* cfg may be NULL. ERR_ARG for sizes or orders that form no grid, and for grids that disagree about the pipeline
+ * stages. */
 pmoe_status pmoei_rank_grid_make(int32_t world, const pmoe_topology_config *cfg, pmoei_rank_grid *out);
 
 /* The coordinate of `rank` on one axis of a grid with these sizes. */

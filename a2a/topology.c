@@ -105,7 +105,8 @@ pmoe_status pmoe_topology_groups(pmoe_topology *topology, int32_t ep, pmoe_comm 
   PMOEI_REQUIRE_POINTER(topology);
   PMOEI_REQUIRE(ep >= 0, "ep is %d; 0 or more was expected", ep);
   ep_groups *groups = find_groups(topology, ep > 0 ? ep : topology->own_ep);
-  PMOEI_REQUIRE(groups || !topology->from_host, "ep is %d; this topology has the host's groups for %d, and 1", ep, topology->own_ep);
+  PMOEI_REQUIRE(groups || !topology->from_host, "ep is %d; this topology has the host's groups for %d, and 1", ep,
+                topology->own_ep);
   if (!groups) PMOEI_TRY(add_groups(topology, ep, &groups));
   if (ep_comm) *ep_comm = groups->ep_comm;
   if (expert_dp) *expert_dp = groups->expert_dp;
@@ -139,7 +140,8 @@ static pmoe_status agree_on_grid(pmoe_comm *world, const pmoei_rank_grid *grid) 
   int length = snprintf(what, sizeof what, "pmoe_topology_create(cp %d, ep %d, pp %d, ", grid->dense[PMOEI_AXIS_CP],
                         grid->expert[PMOEI_AXIS_EP], grid->dense[PMOEI_AXIS_PP]);
   for (int i = 0; i < PMOEI_AXES; i++)
-    length += snprintf(what + length, sizeof what - (size_t)length, "%s%s", names[grid->order[i]], i + 1 < PMOEI_AXES ? "-" : ")");
+    length += snprintf(what + length, sizeof what - (size_t)length, "%s%s", names[grid->order[i]],
+                       i + 1 < PMOEI_AXES ? "-" : ")");
   return pmoei_comm_agree(world, what, PMOE_OK);
 }
 
@@ -155,7 +157,8 @@ static pmoe_status connect(pmoe_topology *topology, pmoe_comm *world, const pmoe
   return pmoei_comm_agree(world, "pmoe_topology_create", status);
 }
 
-pmoe_status pmoe_topology_create(pmoe_ctx *ctx, pmoe_comm *world, const pmoe_topology_config *cfg, pmoe_topology **out) {
+pmoe_status pmoe_topology_create(pmoe_ctx *ctx, pmoe_comm *world, const pmoe_topology_config *cfg,
+                                 pmoe_topology **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(world);
   pmoei_rank_grid grid;

@@ -6,7 +6,8 @@
 
 #include "core/ctx.h"
 
-/* Arrays that travel together: the same rows for each, of row_bytes bytes a row. send and recv may be NULL where no row is. */
+/* Arrays that travel together: the same rows for each, of row_bytes bytes a row. send and recv may be NULL where no row
+ * is. */
 typedef struct pmoei_part {
   const void *send;
   void *recv;
@@ -15,8 +16,8 @@ typedef struct pmoei_part {
 
 enum { PMOEI_MAX_PARTS = 2, PMOEI_MAX_EXCHANGES = 8, PMOEI_WHAT_BYTES = 96 };
 
-/* Rows for every peer, this rank included. The caller keeps the struct and all its arrays in place until finish; what the transport
- * needs in between it keeps in `request`. */
+/* Rows for every peer, this rank included. The caller keeps the struct and all its arrays in place until finish; what
+ * the transport needs in between it keeps in `request`. */
 typedef struct pmoei_exchange {
   const char *what; /* the collective's name in errors */
   int32_t num_parts;
@@ -39,14 +40,15 @@ typedef struct pmoei_subgroup {
 typedef struct pmoei_transport {
   const char *name;
   pmoe_status (*allgather)(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
-  /* At most PMOEI_MAX_EXCHANGES may be under way, and one more that finishes before the next starts; the others finish in the order of
-   * starting. start waits for no peer where the transport can. */
+  /* At most PMOEI_MAX_EXCHANGES may be under way, and one more that finishes before the next starts; the others finish
+   * in the order of starting. start waits for no peer where the transport can. */
   pmoe_status (*exchange_start)(pmoe_comm *comm, pmoei_exchange *exchange);
   pmoe_status (*exchange_finish)(pmoe_comm *comm, pmoei_exchange *exchange);
   /* Sum in rank order; BF16 adds in float32 and rounds once. */
   pmoe_status (*allreduce)(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
   pmoe_status (*barrier)(pmoe_comm *comm, const char *what);
-  /* Every rank of the parent calls it; *out stays NULL for those that join no group. Agreeing on the outcome is the caller's affair. */
+  /* Every rank of the parent calls it; *out stays NULL for those that join no group. Agreeing on the outcome is the
+   * caller's affair. */
   pmoe_status (*split)(pmoe_comm *comm, const pmoei_subgroup *group, pmoe_comm **out);
   void (*fail)(pmoe_comm *comm, const char *why); /* tell the peers; waits for none that is not there */
   void (*destroy)(pmoe_comm *comm);               /* frees `state`; never waits for long */
@@ -75,8 +77,8 @@ struct pmoe_comm {
 };
 
 /* state_bytes of zeroed memory come with the communicator as its `state`. */
-pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks, size_t state_bytes,
-                           pmoe_comm **out);
+pmoe_status pmoei_comm_new(pmoe_ctx *ctx, const pmoei_transport *transport, int32_t rank, int32_t nranks,
+                           size_t state_bytes, pmoe_comm **out);
 void pmoei_comm_retain(pmoe_comm *comm);
 void pmoei_comm_release(pmoe_comm *comm);
 
@@ -86,23 +88,26 @@ pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
 
-/* This rank cannot go on inside a collective call: the peers' pending collectives return ERR_COMM with this rank and reason (this
- * thread's last error when why is NULL). Returns `status`, leaving this thread's last error as it was. */
+/* This rank cannot go on inside a collective call: the peers' pending collectives return ERR_COMM with this rank and
+ * reason (this thread's last error when why is NULL). Returns `status`, leaving this thread's last error as it was. */
 pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why);
 
-/* Every rank brings the outcome of its own checks before a collective call's first exchange: all OK, or each rank with an error returns
- * its own and the others ERR_COMM with the first such rank, its error and its sentence; a rank in another call: ERR_MISMATCH with both names. The
- * communicator stays usable. `what` names the call. Collective, and made even by a rank whose arguments are wrong. Allocates nothing. */
+/* Every rank brings the outcome of its own checks before a collective call's first exchange: all OK, or each rank with
+ * an error returns its own and the others ERR_COMM with the first such rank, its error and its sentence; a rank in
+ * another call: ERR_MISMATCH with both names. The communicator stays usable. `what` names the call. Collective, and
+ * made even by a rank whose arguments are wrong. Allocates nothing. */
 pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine);
 
 /* For transports' tables: collectives made of the transport's own exchange. */
-pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
+pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst,
+                                        size_t bytes_each);
 pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
 pmoe_status pmoei_barrier_by_exchange(pmoe_comm *comm, const char *what);
 
 /* Copies what rank `from` sends to `to`, every part, between two exchanges of one process. */
 void pmoei_exchange_copy(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver, int32_t to);
 /* ERR_MISMATCH unless what rank `from` sends to `to` is what `to` expects of `from`. */
-pmoe_status pmoei_exchange_check(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver, int32_t to);
+pmoe_status pmoei_exchange_check(const pmoei_exchange *sender, int32_t from, const pmoei_exchange *receiver,
+                                 int32_t to);
 
 #endif

@@ -50,7 +50,8 @@ static char *row_of(const void *base, int64_t row, size_t row_bytes) {
 }
 
 /* One part; send_room and recv_room are NULL where the rows are packed already. */
-static pmoe_status exchange_part(pmoe_comm *comm, const pmoei_exchange *x, const pmoei_part *part, char *send_room, char *recv_room) {
+static pmoe_status exchange_part(pmoe_comm *comm, const pmoei_exchange *x, const pmoei_part *part, char *send_room,
+                                 char *recv_room) {
   host_state *state = comm->state;
   size_t row_bytes = part->row_bytes;
   char *packed = send_room;
@@ -113,11 +114,13 @@ static pmoe_status host_split(pmoe_comm *comm, const pmoei_subgroup *group, pmoe
   if (!state->host.split)
     return pmoei_error(PMOE_ERR_UNSUPPORTED, "pmoe_comm_split: the host's callbacks have no split");
   pmoe_comm_callbacks child = PMOE_CONFIG_INIT(pmoe_comm_callbacks);
-  PMOEI_TRY(host_result("pmoe_comm_split", "split", state->host.split(state->host.user, group->color, group->key, &child)));
+  PMOEI_TRY(
+      host_result("pmoe_comm_split", "split", state->host.split(state->host.user, group->color, group->key, &child)));
   if (group->size == 0) return PMOE_OK;
   pmoe_status status = pmoe_comm_from_callbacks(comm->ctx, &child, out);
   if (status == PMOE_OK && (child.rank != group->rank || child.nranks != group->size)) {
-    status = pmoei_error(PMOE_ERR_MISMATCH, "pmoe_comm_split: the host's split made rank %d of %d; rank %d of %d was expected", child.rank,
+    status = pmoei_error(PMOE_ERR_MISMATCH,
+                         "pmoe_comm_split: the host's split made rank %d of %d; rank %d of %d was expected", child.rank,
                          child.nranks, group->rank, group->size);
     pmoei_comm_release(*out);
     *out = NULL;

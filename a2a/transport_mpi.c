@@ -1,6 +1,7 @@
-/* Ranks that are MPI processes. An exchange is one message for each array and pair of ranks: unlike a collective of MPI's, this can be
- * waited for with a time-out that names the missing ranks, tells another collective by its tag and another size by its count, and can be
- * given up. What is too large for one message goes in rounds. Notices about failures travel on a communicator of their own. */
+/* Ranks that are MPI processes. An exchange is one message for each array and pair of ranks: unlike a collective of
+ * MPI's, this can be waited for with a time-out that names the missing ranks, tells another collective by its tag and
+ * another size by its count, and can be given up. What is too large for one message goes in rounds. Notices about
+ * failures travel on a communicator of their own. Length: one protocol, and every part of it bears on how it fails. */
 #include "a2a/transport_mpi.h"
 
 #include <mpi.h>
@@ -16,10 +17,11 @@
 enum { SLOTS = PMOEI_MAX_EXCHANGES + 1, RECV = 0, SEND = 1 };
 
 static const size_t message_limit = (size_t)1 << 30; /* MPI counts in int */
-/* A rank that waits looks again at once, after this time lets others have its core, and at last sleeps between its looks. */
+/* A rank that waits looks again at once, after this time lets others have its core, and at last sleeps between its
+ * looks. */
 static const uint64_t spin_ns = 50000u, yield_ns = 5000000u;
-static const uint64_t listen_ns = 200000u;           /* between looks for notices */
-static const uint64_t drain_ns = 200000000u;         /* at most, for messages that are under way when a rank gives up */
+static const uint64_t listen_ns = 200000u;   /* between looks for notices */
+static const uint64_t drain_ns = 200000000u; /* at most, for messages that are under way when a rank gives up */
 
 typedef struct slot {
   bool used;
@@ -49,7 +51,7 @@ typedef struct mpi_state {
   int *indices; /* [num_requests], as statuses: what MPI_Testsome tells */
   MPI_Status *statuses;
   outbox here, failed;
-  notice *heard; /* [nranks] the last notice of each; what[0] == 0: none */
+  notice *heard;         /* [nranks] the last notice of each; what[0] == 0: none */
   int32_t heard_failure; /* rank, or -1 */
   uint64_t listened;     /* when it last looked for notices */
 } mpi_state;
@@ -143,10 +145,13 @@ static int tag_of(const char *what) {
   return (int)((hash ^ (hash >> 15)) & 0x7fffu);
 }
 
-static int32_t used_requests(const pmoe_comm *comm, const pmoei_exchange *x) { return x->num_parts * 2 * (comm->nranks - 1); }
+static int32_t used_requests(const pmoe_comm *comm, const pmoei_exchange *x) {
+  return x->num_parts * 2 * (comm->nranks - 1);
+}
 
-/* Receives take any tag: messages of a pair arrive in the order of sending, so a wrong tag is a wrong collective. In the first round
- * each pair sends a message for the first array even if no row goes, so that both sides see what the other expects. */
+/* Receives take any tag: messages of a pair arrive in the order of sending, so a wrong tag is a wrong collective. In
+ * the first round each pair sends a message for the first array even if no row goes, so that both sides see what the
+ * other expects. */
 static pmoe_status post_round(pmoe_comm *comm, const pmoei_exchange *x, slot *s) {
   mpi_state *state = comm->state;
   int tag = tag_of(x->what);
@@ -157,9 +162,11 @@ static pmoe_status post_round(pmoe_comm *comm, const pmoei_exchange *x, slot *s)
     size_t offset = (size_t)m.first * m.part->row_bytes + (size_t)s->round * state->message_limit;
     int code;
     if (m.direction == RECV)
-      code = MPI_Irecv(bytes ? (char *)m.part->recv + offset : NULL, (int)bytes, MPI_BYTE, m.peer, MPI_ANY_TAG, state->data, &s->requests[i]);
+      code = MPI_Irecv(bytes ? (char *)m.part->recv + offset : NULL, (int)bytes, MPI_BYTE, m.peer, MPI_ANY_TAG,
+                       state->data, &s->requests[i]);
     else
-      code = MPI_Isend(bytes ? (const char *)m.part->send + offset : NULL, (int)bytes, MPI_BYTE, m.peer, tag, state->data, &s->requests[i]);
+      code = MPI_Isend(bytes ? (const char *)m.part->send + offset : NULL, (int)bytes, MPI_BYTE, m.peer, tag,
+                       state->data, &s->requests[i]);
     if (code != MPI_SUCCESS) return mpi_error(x->what, code);
   }
   return PMOE_OK;
@@ -173,8 +180,8 @@ static bool is_open(const mpi_state *state, const slot *s) {
   return false;
 }
 
-/* Takes receives back that no message has come for, and gives messages that are under way a moment to end, so that the caller may
- * soon do with its buffers what it wants. */
+/* Takes receives back that no message has come for, and gives messages that are under way a moment to end, so that the
+ * caller may soon do with its buffers what it wants. */
 static void drain(pmoe_comm *comm) {
   mpi_state *state = comm->state;
   uint64_t start = pmoei_now_ns();
@@ -200,17 +207,20 @@ static pmoe_status give_up(pmoe_comm *comm, const char *what, pmoe_status status
 
 static pmoe_status too_late(pmoe_comm *comm, const pmoei_exchange *x, const slot *s) {
   char why[512];
-  int length = snprintf(why, sizeof why, "%s: after %.3f s these ranks are missing:", x->what, (double)comm->ctx->timeout_ns * 1e-9);
+  int length = snprintf(why, sizeof why, "%s: after %.3f s these ranks are missing:", x->what,
+                        (double)comm->ctx->timeout_ns * 1e-9);
   for (int32_t p = 0; p < comm->nranks; p++) {
     bool missing = false;
     for (int32_t i = 0; i < used_requests(comm, x); i++)
       missing |= s->requests[i] != MPI_REQUEST_NULL && message_at(comm, x, i).peer == p;
-    if (missing && length < (int)sizeof why - 16) length += snprintf(why + length, sizeof why - (size_t)length, " %d", p);
+    if (missing && length < (int)sizeof why - 16)
+      length += snprintf(why + length, sizeof why - (size_t)length, " %d", p);
   }
   return pmoei_error(PMOE_ERR_TIMEOUT, "%s", why);
 }
 
-/* A message of another collective came from `peer`. It sees the same of this rank, so each tells its own collective's name. */
+/* A message of another collective came from `peer`. It sees the same of this rank, so each tells its own collective's
+ * name. */
 static pmoe_status other_collective(pmoe_comm *comm, const char *what, int32_t peer) {
   mpi_state *state = comm->state;
   say(comm, &state->here, NOTICE_HERE, PMOE_OK, what, "");
@@ -225,7 +235,8 @@ static pmoe_status other_collective(pmoe_comm *comm, const char *what, int32_t p
                      theirs[0] ? theirs : "another collective");
 }
 
-static pmoe_status check_message(pmoe_comm *comm, const pmoei_exchange *x, const slot *s, int32_t index, MPI_Status *status, int code) {
+static pmoe_status check_message(pmoe_comm *comm, const pmoei_exchange *x, const slot *s, int32_t index,
+                                 MPI_Status *status, int code) {
   message m = message_at(comm, x, index);
   int class = MPI_SUCCESS;
   if (code != MPI_SUCCESS) MPI_Error_class(code, &class);
@@ -237,8 +248,8 @@ static pmoe_status check_message(pmoe_comm *comm, const pmoei_exchange *x, const
   int count = 0;
   MPI_Get_count(status, MPI_BYTE, &count);
   if (truncated || (size_t)count != expected)
-    return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank %d sends %s bytes to rank %d than the %zu that it expects", x->what, m.peer,
-                       truncated ? "more" : "fewer", comm->rank, expected);
+    return pmoei_error(PMOE_ERR_MISMATCH, "%s: rank %d sends %s bytes to rank %d than the %zu that it expects", x->what,
+                       m.peer, truncated ? "more" : "fewer", comm->rank, expected);
   return PMOE_OK;
 }
 
@@ -287,6 +298,7 @@ static pmoe_status mpi_exchange_start(pmoe_comm *comm, pmoei_exchange *x) {
     s->round = 0;
     s->rounds = count_rounds(comm, x);
     x->request = s;
+    pmoei_exchange_copy(x, comm->rank, x, comm->rank); /* ahead of the messages, which would compete for the caches */
     status = post_round(comm, x, s);
   }
   return status == PMOE_OK ? PMOE_OK : give_up(comm, x->what, status);
@@ -294,7 +306,6 @@ static pmoe_status mpi_exchange_start(pmoe_comm *comm, pmoei_exchange *x) {
 
 static pmoe_status mpi_exchange_finish(pmoe_comm *comm, pmoei_exchange *x) {
   slot *s = x->request;
-  pmoei_exchange_copy(x, comm->rank, x, comm->rank);
   pmoe_status status = wait_round(comm, x, s);
   while (status == PMOE_OK && ++s->round < s->rounds) {
     status = post_round(comm, x, s);
@@ -320,8 +331,9 @@ static void finish_sending(const pmoe_comm *comm, outbox *box) {
   }
 }
 
-/* MPI_Comm_free is collective in name; the standard expects it to be local, and so it is wherever ranks may end in any order. After a
- * failure late messages may still come: the communicators stay, lest a new one gets their number and those messages. */
+/* MPI_Comm_free is collective in name; the standard expects it to be local, and so it is wherever ranks may end in any
+ * order. After a failure late messages may still come: the communicators stay, lest a new one gets their number and
+ * those messages. */
 static void mpi_destroy(pmoe_comm *comm) {
   mpi_state *state = comm->state;
   int finalized = 0;
@@ -411,7 +423,8 @@ static pmoe_status await(const pmoe_ctx *ctx, MPI_Request *request, int code) {
     if (done) return PMOE_OK;
     waited = pmoei_now_ns() - start;
     if (waited >= ctx->timeout_ns)
-      return pmoei_error(PMOE_ERR_TIMEOUT, "pmoe_comm_from_mpi: after %.3f s not every rank of the MPI communicator is there",
+      return pmoei_error(PMOE_ERR_TIMEOUT,
+                         "pmoe_comm_from_mpi: after %.3f s not every rank of the MPI communicator is there",
                          (double)ctx->timeout_ns * 1e-9);
     rest(waited);
   }
@@ -420,12 +433,14 @@ static pmoe_status await(const pmoe_ctx *ctx, MPI_Request *request, int code) {
 
 static pmoe_status check_handle(const void *handle, size_t handle_bytes, MPI_Comm *out) {
   PMOEI_REQUIRE_POINTER(handle);
-  PMOEI_REQUIRE(handle_bytes == sizeof *out, "handle_bytes is %zu; the %zu of this library's MPI_Comm were expected (another MPI?)",
-                handle_bytes, sizeof *out);
+  PMOEI_REQUIRE(handle_bytes == sizeof *out,
+                "handle_bytes is %zu; the %zu of this library's MPI_Comm were expected (another MPI?)", handle_bytes,
+                sizeof *out);
   int initialized = 0, finalized = 0, inter = 0;
   MPI_Initialized(&initialized);
   MPI_Finalized(&finalized);
-  if (!initialized || finalized) return pmoei_error(PMOE_ERR_STATE, "pmoe_comm_from_mpi: MPI is not initialised, or finalised already");
+  if (!initialized || finalized)
+    return pmoei_error(PMOE_ERR_STATE, "pmoe_comm_from_mpi: MPI is not initialised, or finalised already");
   memcpy(out, handle, sizeof *out);
   PMOEI_REQUIRE(*out != MPI_COMM_NULL, "mpi_comm is MPI_COMM_NULL; a communicator was expected");
   MPI_Comm_test_inter(*out, &inter);
@@ -453,9 +468,11 @@ static pmoe_status connect(pmoe_ctx *ctx, MPI_Comm host, connection *c, pmoe_com
   char why[512];
   snprintf(why, sizeof why, "%s", pmoe_last_error());
   c->mine = mine;
-  pmoe_status status = await(ctx, &c->request, MPI_Iallreduce(&c->mine, &c->worst, 1, MPI_INT32_T, MPI_MIN, host, &c->request));
+  pmoe_status status =
+      await(ctx, &c->request, MPI_Iallreduce(&c->mine, &c->worst, 1, MPI_INT32_T, MPI_MIN, host, &c->request));
   if (status == PMOE_OK && c->worst != PMOE_OK)
-    status = pmoei_error(PMOE_ERR_COMM, "pmoe_comm_from_mpi: another rank failed: %s", pmoe_status_name((pmoe_status)c->worst));
+    status = pmoei_error(PMOE_ERR_COMM, "pmoe_comm_from_mpi: another rank failed: %s",
+                         pmoe_status_name((pmoe_status)c->worst));
   if (mine != PMOE_OK) status = pmoei_error(mine, "%s", why);
   if (status == PMOE_OK) *out = comm;
   else pmoei_comm_release(comm);
@@ -470,6 +487,7 @@ pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t 
   connection *c = calloc(1, sizeof *c);
   if (!c) return pmoei_error(PMOE_ERR_NOMEM, "pmoe_comm_from_mpi: no memory for %zu bytes", sizeof *c);
   pmoe_status status = connect(ctx, host, c, out);
-  if (status != PMOE_ERR_TIMEOUT) free(c); /* else MPI may still write to it; this is why it is not the context's memory */
+  if (status != PMOE_ERR_TIMEOUT)
+    free(c); /* else MPI may still write to it; this is why it is not the context's memory */
   return status;
 }

@@ -1,6 +1,7 @@
-/* Ranks that are threads of one process. A rank publishes its exchange and goes on; to finish it waits until its peers have published
- * theirs, copies its own rows out of their buffers, and waits until they have done the same with its own. Nobody ever writes into
- * another rank's memory, and a rank that fails leaves only when no peer reads from it any more. */
+/* Ranks that are threads of one process. A rank publishes its exchange and goes on; to finish it waits until its peers
+ * have published theirs, copies its own rows out of their buffers, and waits until they have done the same with its
+ * own. Nobody ever writes into another rank's memory, and a rank that fails leaves only when no peer reads from it any
+ * more. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -22,16 +23,17 @@ typedef struct post {
 
 typedef struct member {
   bool taken, left;
-  int32_t readers; /* peers that are copying from this rank's buffers now */
+  int32_t readers;     /* peers that are copying from this rank's buffers now */
+  pthread_cond_t wake; /* what this rank waits for may be there */
   post posts[POSTS];
   pmoe_hub *child; /* of the split that this rank leads */
 } member;
 
 struct pmoe_hub {
   pthread_mutex_t mutex; /* guards everything below */
-  pthread_cond_t changed;
   int32_t refs, nranks;
-  pmoe_status failed; /* TIMEOUT and MISMATCH: `why` is every rank's sentence; else `failed_rank` failed because of it */
+  pmoe_status
+      failed; /* TIMEOUT and MISMATCH: `why` is every rank's sentence; else `failed_rank` failed because of it */
   int32_t failed_rank;
   char why[512];
   member members[];
@@ -45,32 +47,36 @@ typedef struct thread_rank {
 
 static pmoe_hub *hub_of(const pmoe_comm *comm) { return ((thread_rank *)comm->state)->hub; }
 
+static void hub_free(pmoe_hub *hub, int32_t num_conds) {
+  for (int32_t p = 0; p < num_conds; p++) pthread_cond_destroy(&hub->members[p].wake);
+  pthread_mutex_destroy(&hub->mutex);
+  free(hub);
+}
+
 static pmoe_hub *hub_new(int32_t nranks) {
   pmoe_hub *hub = calloc(1, sizeof *hub + (size_t)nranks * sizeof hub->members[0]);
-  if (!hub) return NULL;
-  pthread_condattr_t monotonic;
-  bool attr = pthread_condattr_init(&monotonic) == 0;
-  bool mutex = attr && pthread_mutex_init(&hub->mutex, NULL) == 0;
-  bool cond = mutex && pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) == 0 && pthread_cond_init(&hub->changed, &monotonic) == 0;
-  if (attr) pthread_condattr_destroy(&monotonic);
-  if (!cond) {
-    if (mutex) pthread_mutex_destroy(&hub->mutex);
+  if (!hub || pthread_mutex_init(&hub->mutex, NULL) != 0) {
     free(hub);
     return NULL;
   }
   hub->refs = 1;
   hub->nranks = nranks;
-  return hub;
+  pthread_condattr_t monotonic;
+  bool attr = pthread_condattr_init(&monotonic) == 0;
+  bool good = attr && pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) == 0;
+  int32_t made = 0;
+  while (good && made < nranks && pthread_cond_init(&hub->members[made].wake, &monotonic) == 0) made++;
+  if (attr) pthread_condattr_destroy(&monotonic);
+  if (made == nranks) return hub;
+  hub_free(hub, made);
+  return NULL;
 }
 
 static void hub_release(pmoe_hub *hub) {
   pthread_mutex_lock(&hub->mutex);
   bool last = --hub->refs == 0;
   pthread_mutex_unlock(&hub->mutex);
-  if (!last) return;
-  pthread_cond_destroy(&hub->changed);
-  pthread_mutex_destroy(&hub->mutex);
-  free(hub);
+  if (last) hub_free(hub, hub->nranks);
 }
 
 pmoe_status pmoe_hub_create(int32_t nranks, pmoe_hub **out) {
@@ -88,22 +94,28 @@ void pmoe_hub_destroy(pmoe_hub *hub) {
 
 /* The functions from here to the transport's own are called with the mutex held. */
 
+static void wake_all(pmoe_hub *hub) {
+  for (int32_t p = 0; p < hub->nranks; p++) pthread_cond_signal(&hub->members[p].wake);
+}
+
 static void hub_fail(pmoe_hub *hub, pmoe_status status, int32_t rank, const char *why) {
   if (hub->failed == PMOE_OK) {
     hub->failed = status;
     hub->failed_rank = rank;
     snprintf(hub->why, sizeof hub->why, "%s", why);
   }
-  pthread_cond_broadcast(&hub->changed);
+  wake_all(hub);
 }
 
-/* After a failure: this rank's buffers become its own again. Peers that are copying from them finish that; none begins. */
+/* After a failure: this rank's buffers become its own again. Peers that are copying from them finish that; none begins.
+ */
 static pmoe_status leave(pmoe_comm *comm, const char *what) {
   pmoe_hub *hub = hub_of(comm);
   member *me = &hub->members[comm->rank];
-  while (me->readers > 0) pthread_cond_wait(&hub->changed, &hub->mutex);
+  while (me->readers > 0) pthread_cond_wait(&me->wake, &hub->mutex);
   for (int32_t i = 0; i < POSTS; i++) me->posts[i].exchange = NULL;
-  if (hub->failed == PMOE_ERR_COMM) return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s", what, hub->failed_rank, hub->why);
+  if (hub->failed == PMOE_ERR_COMM)
+    return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s", what, hub->failed_rank, hub->why);
   return pmoei_error(hub->failed, "%s", hub->why);
 }
 
@@ -153,7 +165,8 @@ static void fail_left(pmoe_hub *hub, const post *mine) {
 static struct timespec deadline_of(const pmoe_comm *comm) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
-  uint64_t ns = (uint64_t)t.tv_nsec + comm->ctx->timeout_ns % 1000000000u, limit = UINT64_C(1) << 40; /* seconds: no overflow */
+  uint64_t ns = (uint64_t)t.tv_nsec + comm->ctx->timeout_ns % 1000000000u, limit = UINT64_C(1)
+                                                                                   << 40; /* seconds: no overflow */
   uint64_t seconds = comm->ctx->timeout_ns / 1000000000u + ns / 1000000000u;
   t.tv_sec += (time_t)(seconds < limit ? seconds : limit);
   t.tv_nsec = (long)(ns % 1000000000u);
@@ -163,11 +176,12 @@ static struct timespec deadline_of(const pmoe_comm *comm) {
 static void wait_until(const pmoe_comm *comm, const post *mine, bool (*done)(pmoe_hub *, const post *),
                        const struct timespec *deadline) {
   pmoe_hub *hub = hub_of(comm);
+  pthread_cond_t *wake = &hub->members[comm->rank].wake;
   bool late = false;
   while (hub->failed == PMOE_OK && !done(hub, mine)) {
     fail_left(hub, mine);
     if (late) fail_late(comm, mine);
-    if (hub->failed == PMOE_OK) late = pthread_cond_timedwait(&hub->changed, &hub->mutex, deadline) == ETIMEDOUT;
+    if (hub->failed == PMOE_OK) late = pthread_cond_timedwait(wake, &hub->mutex, deadline) == ETIMEDOUT;
   }
 }
 
@@ -180,7 +194,8 @@ static void check_peers(pmoe_comm *comm, const post *mine) {
     ((thread_rank *)comm->state)->theirs[p] = their_post;
     if (strcmp(theirs->what, mine->exchange->what) != 0) {
       char why[sizeof hub->why];
-      snprintf(why, sizeof why, "rank %d is in %s, but rank %d is in %s", comm->rank, mine->exchange->what, p, theirs->what);
+      snprintf(why, sizeof why, "rank %d is in %s, but rank %d is in %s", comm->rank, mine->exchange->what, p,
+               theirs->what);
       hub_fail(hub, PMOE_ERR_MISMATCH, comm->rank, why);
     } else if (pmoei_exchange_check(theirs, p, mine->exchange, comm->rank) != PMOE_OK ||
                pmoei_exchange_check(mine->exchange, comm->rank, theirs, p) != PMOE_OK) {
@@ -203,9 +218,9 @@ static void pull(pmoe_comm *comm, post *mine) {
   for (int32_t p = 0; p < hub->nranks; p++) {
     hub->members[p].readers--;
     theirs[p]->unread--;
+    if (theirs[p]->unread == 0 || hub->failed != PMOE_OK) pthread_cond_signal(&hub->members[p].wake);
   }
   mine->pulled = true;
-  pthread_cond_broadcast(&hub->changed);
 }
 
 static pmoe_status threads_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange) {
@@ -218,9 +233,9 @@ static pmoe_status threads_exchange_start(pmoe_comm *comm, pmoei_exchange *excha
     if (slot->exchange) continue;
     *slot = (post){.exchange = exchange, .sequence = state->next_sequence++, .unread = hub->nranks};
     exchange->request = slot;
+    if (peers_came(hub, slot)) wake_all(hub); /* the last to come, lest each wakes all */
     break;
   }
-  pthread_cond_broadcast(&hub->changed);
   pthread_mutex_unlock(&hub->mutex);
   return status;
 }
@@ -248,7 +263,7 @@ static void threads_fail(pmoe_comm *comm, const char *why) {
   pthread_mutex_lock(&hub->mutex);
   hub_fail(hub, PMOE_ERR_COMM, comm->rank, why);
   member *me = &hub->members[comm->rank];
-  while (me->readers > 0) pthread_cond_wait(&hub->changed, &hub->mutex);
+  while (me->readers > 0) pthread_cond_wait(&me->wake, &hub->mutex);
   pthread_mutex_unlock(&hub->mutex);
 }
 
@@ -256,7 +271,7 @@ static void threads_destroy(pmoe_comm *comm) {
   pmoe_hub *hub = hub_of(comm);
   pthread_mutex_lock(&hub->mutex);
   hub->members[comm->rank].left = true;
-  pthread_cond_broadcast(&hub->changed);
+  wake_all(hub);
   pthread_mutex_unlock(&hub->mutex);
   hub_release(hub);
 }
@@ -281,7 +296,9 @@ static pmoe_status take_place(pmoe_hub *hub, int32_t rank) {
     hub->refs++;
   }
   pthread_mutex_unlock(&hub->mutex);
-  return taken ? pmoei_error(PMOE_ERR_STATE, "rank is %d, which is taken already; each rank of a hub is taken once", rank) : PMOE_OK;
+  return taken
+             ? pmoei_error(PMOE_ERR_STATE, "rank is %d, which is taken already; each rank of a hub is taken once", rank)
+             : PMOE_OK;
 }
 
 pmoe_status pmoe_comm_from_hub(pmoe_ctx *ctx, pmoe_hub *hub, int32_t rank, pmoe_comm **out) {
@@ -334,7 +351,8 @@ static pmoe_status join_child(pmoe_comm *comm, const pmoei_subgroup *group, pmoe
   return status;
 }
 
-/* The first rank of each group makes its hub; the others find it after one barrier, and have joined it before the other. */
+/* The first rank of each group makes its hub; the others find it after one barrier, and have joined it before the
+ * other. */
 static pmoe_status threads_split(pmoe_comm *comm, const pmoei_subgroup *group, pmoe_comm **out) {
   pmoe_hub *made = group->size > 0 && group->rank == 0 ? hub_new(group->size) : NULL;
   set_child(comm, made);

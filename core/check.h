@@ -13,4 +13,7 @@ pmoe_status pmoei_check_mat(const pmoe_mat *mat, const char *name, pmoe_dtype dt
 /* The same, where float32 is welcome beside `dtype`. */
 pmoe_status pmoei_check_mat_or_f32(const pmoe_mat *mat, const char *name, pmoe_dtype dtype, int64_t rows, int64_t cols);
 
+/* ERR_ARG if the two share memory. */
+pmoe_status pmoei_check_apart(const pmoe_mat *a, const char *a_name, const pmoe_mat *b, const char *b_name);
+
 #endif

@@ -5,7 +5,6 @@
 #include "core/gemm.h"
 #include "core/parallel.h"
 #include "core/simd.h"
-#include "core/vmath.h"
 #include "gating/gate_cpu.h"
 
 static void load_choices(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block) {
@@ -97,14 +96,15 @@ static void weigh_dense(const pmoei_gate_call *call, const pmoei_gate_tile *tile
   float live = call->totals.live > 0 ? (float)call->totals.live : 1;
   float aux = call->loss_scale * cfg->aux_coef * (float)cfg->num_experts / live,
         z = call->loss_scale * cfg->z_coef * 2 / live;
-  float fraction_mean[LANES] = {0};
+  float fraction_mean[LANES] = {0}, lse[LANES];
+  pmoei_gate_logsumexp(tile, lse);
   if (cfg->aux_coef > 0) add_fractions(tile->logits, cfg->num_experts, call->fraction, fraction_mean);
   for (int l = 0; l < LANES; l++) {
     float inverse = 1 / tile->sum[l], slope = 0, shift = -shared[l];
     bool in_losses = pmoei_gate_has_losses(call->gate) && tile->finite[l];
     if (in_losses) {
       slope = aux;
-      shift += z * (tile->max[l] + pmoei_logf(tile->sum[l])) - aux * fraction_mean[l] * inverse;
+      shift += z * lse[l] - aux * fraction_mean[l] * inverse;
     }
     dense->slope[l] = slope * inverse;
     dense->shift[l] = shift * inverse;
@@ -162,10 +162,8 @@ static void add_to_dx(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_
   for (int64_t r = 0; r < span.rows && !direct; r++) {
     float *row = tile->input + r * hidden;
     if (pmoei_gate_has_jitter(call)) pmoei_gate_jitter(call, span.first + r, 0, row, hidden);
-    if (dx->dtype == PMOE_F32)
-      add_f32(pmoei_row(dx, span.first + r), row, hidden);
-    else
-      add_bf16(pmoei_row(dx, span.first + r), row, hidden);
+    if (dx->dtype == PMOE_F32) add_f32(pmoei_row(dx, span.first + r), row, hidden);
+    else add_bf16(pmoei_row(dx, span.first + r), row, hidden);
   }
 }
 
@@ -175,10 +173,8 @@ static void gradient_block(void *arg, int64_t block, int32_t thread) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
   pmoei_gate_span span = pmoei_gate_block(call, block);
   load_choices(call, tile, block);
-  if (pmoei_gate_has_losses(call->gate))
-    restore_logits(call, tile, block);
-  else
-    pmoei_gate_logits(call, tile, block, thread);
+  if (pmoei_gate_has_losses(call->gate)) restore_logits(call, tile, block);
+  else pmoei_gate_logits(call, tile, block, thread);
   pmoei_gate_extremes(call, tile);
   for (int64_t i = 0; i < top_k * LANES; i++)
     tile->value[i] = tile->logits[(int64_t)tile->expert[i] * LANES + i % LANES];

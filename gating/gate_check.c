@@ -72,8 +72,7 @@ static pmoe_status check_params(pmoe_gate_params *out, const pmoe_gate *gate, co
                 gate->hidden);
   if (gate->cfg.bias)
     PMOEI_REQUIRE(out->bias != NULL, "params->bias is NULL; [%d] float32 was expected", gate->cfg.num_experts);
-  else
-    PMOEI_REQUIRE(out->bias == NULL, "params->bias is set; NULL was expected for a router without bias");
+  else PMOEI_REQUIRE(out->bias == NULL, "params->bias is set; NULL was expected for a router without bias");
   return PMOE_OK;
 }
 

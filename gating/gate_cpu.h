@@ -86,8 +86,8 @@ void pmoei_gate_random_priority(const pmoei_gate_call *call, int64_t begin, int6
 void pmoei_gate_count_live(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block);
 /* Its share of the losses' values, after pmoei_gate_softmax and pmoei_gate_count_live. */
 void pmoei_gate_sum_losses(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block);
-/* Totals and fraction from the blocks' shares. */
-void pmoei_gate_total_losses(pmoei_gate_call *call);
+/* log(sum exp) of each lane, after pmoei_gate_softmax. */
+void pmoei_gate_logsumexp(const pmoei_gate_tile *tile, float *out);
 
 /* The table's entries, one file each. */
 pmoe_status pmoei_gate_route(pmoei_gate_call *call);

@@ -37,14 +37,21 @@ PMOEI_VECTORISED static void sum_probabilities(const float *restrict exponential
   }
 }
 
+PMOEI_VECTORISED static void add_logs(const float *restrict max, const float *restrict sum, float *restrict out) {
+  for (int l = 0; l < LANES; l++) out[l] = max[l] + pmoei_logf(sum[l]);
+}
+
+void pmoei_gate_logsumexp(const pmoei_gate_tile *tile, float *out) { add_logs(tile->max, tile->sum, out); }
+
 void pmoei_gate_sum_losses(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block) {
   int64_t num_experts = call->gate->cfg.num_experts;
   uint8_t live[LANES];
+  float lse[LANES];
   double z_sum = 0;
+  pmoei_gate_logsumexp(tile, lse);
   for (int l = 0; l < LANES; l++) {
     live[l] = !tile->masked[l] && tile->finite[l];
-    double lse = live[l] ? (double)tile->max[l] + (double)pmoei_logf(tile->sum[l]) : 0;
-    z_sum += lse * lse;
+    z_sum += live[l] ? (double)lse[l] * (double)lse[l] : 0;
   }
   call->tally[block].z_sum = z_sum;
   if (call->prob_sum)

@@ -12,16 +12,11 @@ static inline void turn(uint32_t *restrict out, const uint32_t *restrict lanes, 
 }
 
 PMOEI_VECTORISED static void write_rows(void *restrict out, const void *restrict lanes, int64_t rows, int64_t top_k) {
-  if (top_k == 1)
-    turn(out, lanes, rows, 1);
-  else if (top_k == 2)
-    turn(out, lanes, rows, 2);
-  else if (top_k == 4)
-    turn(out, lanes, rows, 4);
-  else if (top_k == 8)
-    turn(out, lanes, rows, 8);
-  else
-    turn(out, lanes, rows, top_k);
+  if (top_k == 1) turn(out, lanes, rows, 1);
+  else if (top_k == 2) turn(out, lanes, rows, 2);
+  else if (top_k == 4) turn(out, lanes, rows, 4);
+  else if (top_k == 8) turn(out, lanes, rows, 8);
+  else turn(out, lanes, rows, top_k);
 }
 
 static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block) {

@@ -122,10 +122,8 @@ PMOEI_VECTORISED static void softmax_of_choices(float *restrict value, int64_t t
 
 void pmoei_gate_scores(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
-  if (cfg->softmax_after_topk)
-    softmax_of_choices(tile->value, cfg->top_k);
-  else
-    divide_exp(tile->value, cfg->top_k, tile->max, tile->sum);
+  if (cfg->softmax_after_topk) softmax_of_choices(tile->value, cfg->top_k);
+  else divide_exp(tile->value, cfg->top_k, tile->max, tile->sum);
 }
 
 bool pmoei_gate_needs_softmax(const pmoe_gate *gate) {

@@ -43,14 +43,10 @@ static inline __attribute__((always_inline)) void insert_all(const float *restri
 
 PMOEI_VECTORISED static void insert(const float *restrict logits, int64_t num_experts, int64_t wanted,
                                     int32_t *restrict expert, float *restrict value) {
-  if (wanted == 1)
-    insert_all(logits, num_experts, 1, wanted, expert, value);
-  else if (wanted == 2)
-    insert_all(logits, num_experts, 2, wanted, expert, value);
-  else if (wanted <= 4)
-    insert_all(logits, num_experts, 4, wanted, expert, value);
-  else
-    insert_all(logits, num_experts, LEVELS, wanted, expert, value);
+  if (wanted == 1) insert_all(logits, num_experts, 1, wanted, expert, value);
+  else if (wanted == 2) insert_all(logits, num_experts, 2, wanted, expert, value);
+  else if (wanted <= 4) insert_all(logits, num_experts, 4, wanted, expert, value);
+  else insert_all(logits, num_experts, LEVELS, wanted, expert, value);
 }
 
 /* What comes after a choice: the logits below it, and its equals with a higher index; -inf for the rest. */
@@ -175,8 +171,6 @@ static void select_sampled(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
 }
 
 void pmoei_gate_select(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
-  if (pmoei_gate_has_gumbel(call))
-    select_sampled(call, tile);
-  else
-    select_logits(call, tile);
+  if (pmoei_gate_has_gumbel(call)) select_sampled(call, tile);
+  else select_logits(call, tile);
 }

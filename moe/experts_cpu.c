@@ -2,7 +2,6 @@
  * weight's output features) for weight gradients, each the whole sum over the expert's rows: the split depends on sizes
  * alone, never on threads. */
 #include <stdbool.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "core/dtype.h"
@@ -19,24 +18,19 @@ enum {
   SUM_ROWS = 256
 };
 
-typedef struct row_task {
-  int64_t first;
-  int32_t expert, rows;
-} row_task;
-
-typedef struct expert_span {
+/* Rows of one expert, neighbours in every [R,...] matrix. */
+typedef struct span {
   int64_t first, rows;
   int32_t expert;
-} expert_span;
+} span;
 
 typedef struct experts_run {
   const pmoei_experts_call *call;
   const pmoe_experts *experts;
   pmoe_mat pre, dpre; /* as given, or from scratch; data NULL: not kept */
-  row_task *row_tasks;
-  expert_span *spans; /* experts that have rows, most rows first */
-  char *tiles; /* per thread: activation in cfg.dtype, then (forward without pre) its pre-activation; or dact in float32
-                */
+  span *row_tasks;    /* of ROW_BLOCK rows at most */
+  span *spans;        /* experts that have rows */
+  char *tiles;        /* per thread: the activation and (when it is not kept) its pre-activation; or dact in float32 */
   size_t tile_bytes;
   int64_t tile_rows, num_row_tasks, num_spans, num_grad_tasks;
   bool dx_now; /* backward: the row tasks go on to dx */
@@ -76,32 +70,36 @@ static size_t experts_scratch(const pmoe_experts *experts, int64_t rows) {
   return forward.used > backward.used ? forward.used : backward.used;
 }
 
-static int more_rows_first(const void *a, const void *b) {
-  const expert_span *s = a, *t = b;
-  if (s->rows != t->rows) return s->rows < t->rows ? 1 : -1;
-  return s->expert < t->expert ? -1 : 1;
+/* Most rows first, otherwise as they lie in memory, where neighbours share weights. Shell's sort: no memory, and few
+ * spans. */
+static void sort_largest_first(span *spans, int64_t n) {
+  for (int64_t gap = n / 2; gap > 0; gap /= 2) {
+    for (int64_t i = gap; i < n; i++) {
+      span s = spans[i];
+      int64_t j = i;
+      for (; j >= gap; j -= gap) {
+        const span *t = &spans[j - gap];
+        if (t->rows > s.rows || (t->rows == s.rows && t->first < s.first)) break;
+        spans[j] = *t;
+      }
+      spans[j] = s;
+    }
+  }
 }
 
-static int larger_first(const void *a, const void *b) {
-  const row_task *s = a, *t = b;
-  if (s->rows != t->rows) return s->rows < t->rows ? 1 : -1;
-  return s->first < t->first ? -1 : 1;
-}
-
-/* Largest first, neighbours in memory after one another: they share an expert's weights. */
 static void make_tasks(experts_run *run) {
   const int64_t *rows = run->call->rows;
   int64_t first = 0;
   for (int32_t e = 0; e < run->experts->num_experts; e++) {
-    if (rows[e] > 0) run->spans[run->num_spans++] = (expert_span){first, rows[e], e};
+    if (rows[e] > 0) run->spans[run->num_spans++] = (span){first, rows[e], e};
     for (int64_t r = 0; r < rows[e]; r += ROW_BLOCK) {
       int64_t n = rows[e] - r < ROW_BLOCK ? rows[e] - r : ROW_BLOCK;
-      run->row_tasks[run->num_row_tasks++] = (row_task){first + r, e, (int32_t)n};
+      run->row_tasks[run->num_row_tasks++] = (span){first + r, n, e};
     }
     first += rows[e];
   }
-  qsort(run->row_tasks, (size_t)run->num_row_tasks, sizeof *run->row_tasks, larger_first);
-  qsort(run->spans, (size_t)run->num_spans, sizeof *run->spans, more_rows_first);
+  sort_largest_first(run->row_tasks, run->num_row_tasks);
+  sort_largest_first(run->spans, run->num_spans);
 }
 
 static pmoe_status start(experts_run *run, const pmoei_experts_call *call, run_kind kind) {
@@ -131,9 +129,14 @@ static pmoe_mat rows_of(const pmoe_mat *mat, int64_t first, int64_t rows) {
   return (pmoe_mat){pmoei_row(mat, first), mat->dtype, rows, mat->cols, mat->ld};
 }
 
-/* Expert e's part of a parameter with `count` elements per expert; NULL stays NULL. */
+/* NULL stays NULL. */
+static void *offset(const void *p, pmoe_dtype dtype, int64_t elements) {
+  return p ? (char *)p + (size_t)elements * pmoe_dtype_size(dtype) : NULL;
+}
+
+/* The expert's part of a parameter with `count` elements per expert. */
 static void *part(const void *p, pmoe_dtype dtype, int32_t expert, int64_t count) {
-  return p ? (char *)p + (size_t)expert * (size_t)count * pmoe_dtype_size(dtype) : NULL;
+  return offset(p, dtype, expert * count);
 }
 
 /* c = a · op(w), w row-major with `w_cols` columns. */
@@ -146,7 +149,7 @@ static void multiply(const experts_run *run, int32_t thread, const pmoe_mat *a, 
   pmoei_gemm_run(run->experts->ctx->gemm, thread, &p);
 }
 
-static void compute_pre(const experts_run *run, const row_task *t, int32_t thread, const pmoe_mat *pre) {
+static void compute_pre(const experts_run *run, const span *t, int32_t thread, const pmoe_mat *pre) {
   const pmoe_experts *x = run->experts;
   const void *w1 = part(run->call->params.fc1_weight, x->cfg.dtype, t->expert, x->inner1 * x->hidden);
   pmoe_mat in = rows_of(run->call->x, t->first, t->rows);
@@ -156,7 +159,7 @@ static void compute_pre(const experts_run *run, const row_task *t, int32_t threa
 static void forward_task(void *arg, int64_t index, int32_t thread) {
   const experts_run *run = arg;
   const pmoe_experts *x = run->experts;
-  const row_task *t = &run->row_tasks[index];
+  const span *t = &run->row_tasks[index];
   pmoe_dtype dtype = x->cfg.dtype;
   char *tile = run->tiles + (size_t)thread * run->tile_bytes;
   pmoei_arena arena = {tile, 0};
@@ -182,7 +185,7 @@ static pmoe_status experts_forward(const pmoei_experts_call *call, pmoe_stream s
   return finish(&run);
 }
 
-static void dx_task(const experts_run *run, const row_task *t, int32_t thread) {
+static void dx_task(const experts_run *run, const span *t, int32_t thread) {
   const pmoe_experts *x = run->experts;
   const void *w1 = part(run->call->params.fc1_weight, x->cfg.dtype, t->expert, x->inner1 * x->hidden);
   pmoe_mat dpre = rows_of(&run->dpre, t->first, t->rows), dx = rows_of(run->call->dx, t->first, t->rows);
@@ -211,7 +214,7 @@ static void add_bias_part(const pmoe_mat *dy, const void *b2, float *drow_weight
 static void backward_task(void *arg, int64_t index, int32_t thread) {
   const experts_run *run = arg;
   const pmoe_experts *x = run->experts;
-  const row_task *t = &run->row_tasks[index];
+  const span *t = &run->row_tasks[index];
   pmoe_dtype dtype = x->cfg.dtype;
   pmoe_mat pre = rows_of(&run->pre, t->first, t->rows), dpre = rows_of(&run->dpre, t->first, t->rows);
   if (x->cfg.recompute_act) compute_pre(run, t, thread, &pre);
@@ -275,14 +278,14 @@ static void grad_block(const experts_run *run, int32_t thread, const grad_side *
   int64_t first = block * block_outs,
           outs = side->dout.cols - first < block_outs ? side->dout.cols - first : block_outs;
   pmoe_mat dout = side->dout;
-  dout.data = part(dout.data, dtype, 1, first);
+  dout.data = offset(dout.data, dtype, first);
   dout.cols = outs;
   pmoei_product p = {.trans_a = true, .accumulate = true, .in = dtype, .out = grad_dtype};
   p.m = outs, p.k = dout.rows, p.n = side->in.cols;
-  p.a = dout.data, p.b = side->in.data, p.c = part(side->weight_grad, grad_dtype, 1, first * p.n);
+  p.a = dout.data, p.b = side->in.data, p.c = offset(side->weight_grad, grad_dtype, first * p.n);
   p.lda = dout.ld, p.ldb = side->in.ld, p.ldc = p.n;
   pmoei_gemm_run(run->experts->ctx->gemm, thread, &p);
-  if (side->bias_grad) sum_rows(&dout, side->bias_weight, part(side->bias_grad, grad_dtype, 1, first), grad_dtype);
+  if (side->bias_grad) sum_rows(&dout, side->bias_weight, offset(side->bias_grad, grad_dtype, first), grad_dtype);
 }
 
 /* Out-features per block of a weight gradient with `ins` columns. */
@@ -295,7 +298,7 @@ static void grad_task(const experts_run *run, int64_t index, int32_t thread) {
   pmoe_dtype grad_dtype = x->cfg.grad_dtype;
   int64_t blocks2 = run->grad_fc2 ? num_blocks(x->hidden, x->inner) : 0;
   int64_t blocks1 = run->grad_fc1 ? num_blocks(x->inner1, x->hidden) : 0;
-  const expert_span *s = &run->spans[index / (blocks1 + blocks2)];
+  const span *s = &run->spans[index / (blocks1 + blocks2)];
   int64_t block = index % (blocks1 + blocks2);
   grad_side side;
   if (block < blocks2) {

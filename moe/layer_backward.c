@@ -84,8 +84,10 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
   PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
   if (which != PMOE_BWD_WEIGHT)
     PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
-  PMOEI_REQUIRE(which == PMOE_BWD_WEIGHT || dx->data != dy->data || stash->x.rows == 0,
-                "dx->data is dy->data; separate memory was expected");
+  if (which != PMOE_BWD_WEIGHT) {
+    PMOEI_TRY(pmoei_check_apart(dx, "dx", dy, "dy"));
+    PMOEI_TRY(pmoei_check_apart(dx, "dx", &stash->x, "the x of forward"));
+  }
   return pmoei_layer_bound(layer, which != PMOE_BWD_INPUT, bound);
 }
 

@@ -38,7 +38,7 @@ static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_s
                 "x->rows is %" PRId64 "; at most the stash's max_tokens (%" PRId64 ") was expected", x->rows,
                 stash->cfg.max_tokens);
   PMOEI_TRY(pmoei_check_mat(y, "y", layer->experts_cfg.dtype, x->rows, layer->cfg.hidden));
-  PMOEI_REQUIRE(y->data != x->data || x->rows == 0, "y->data is x->data; separate memory was expected");
+  PMOEI_TRY(pmoei_check_apart(y, "y", x, "x"));
   return pmoei_layer_bound(layer, false, bound);
 }
 
@@ -70,10 +70,19 @@ static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *
   return PMOE_OK;
 }
 
+/* A masked token gives zero, and zero coefficients keep it out of the branch's gradients too. */
+static void mask_branch(pmoe_stash *stash) {
+  const uint8_t *mask = stash->step.token_mask;
+  for (int64_t t = 0; mask && t < stash->x.rows; t++)
+    if (!mask[t]) stash->scale[t] = stash->branch_scale[t] = 0;
+}
+
 static pmoe_status run_branch(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, pmoe_mat *mlp) {
   if (!layer->residual) return PMOE_OK;
-  return pmoe_residual_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->scale,
-                               stash->branch_scale, mlp, NULL);
+  PMOEI_TRY(pmoe_residual_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->scale,
+                                  stash->branch_scale, mlp, NULL));
+  mask_branch(stash);
+  return PMOE_OK;
 }
 
 /* From the plan to y. The dense branch runs while the rows travel. */

@@ -100,10 +100,10 @@ pmoe_status pmoe_residual_backward(pmoe_residual *residual, const pmoe_residual_
   pmoe_residual_params p;
   PMOEI_TRY(PMOEI_CONFIG_READ(&p, params));
   bool mix = residual->outputs > 0;
-  PMOEI_TRY(check_pointer(mix && x->rows > 0, branch_scale, "branch_scale"));
+  PMOEI_TRY(check_pointer(x->rows > 0, branch_scale, "branch_scale"));
   PMOEI_TRY(check_pointer(mix && x->rows > 0 && which != PMOE_BWD_WEIGHT, dbranch_scale, "dbranch_scale"));
-  return pmoe_experts_backward(residual->mlp, &p.mlp, &x->rows, x, pre, mix ? branch_scale : NULL, dy, dpre, dx,
-                               dbranch_scale, which, stream);
+  return pmoe_experts_backward(residual->mlp, &p.mlp, &x->rows, x, pre, branch_scale, dy, dpre, dx, dbranch_scale,
+                               which, stream);
 }
 
 static pmoe_status check_mix_input(const pmoei_mix_call *call) {

@@ -6,11 +6,15 @@
 
 enum { MOST_LOGITS = 1 << 22 };
 
-double lm_now(void) {
+static double read_clock(clockid_t clock) {
   struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(clock, &now);
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
+
+double lm_now(void) { return read_clock(CLOCK_MONOTONIC); }
+
+double lm_cpu_now(void) { return read_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
 static float *floats(int64_t rows, int64_t cols) { return lm_alloc((size_t)(rows * cols), sizeof(float)); }
 

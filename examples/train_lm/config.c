@@ -71,7 +71,7 @@ static const struct {
      "lr = 0.01\n warmup = 5\n eval-every = 10\n eval-sequences = 8\n sample = 32\n"},
     {"demo",
      "layers = 4\n hidden = 128\n heads = 4\n context = 128\n experts = 0,4,0,8\n topk = 1\n residual = learned\n"
-     "ep = auto\n steps = 600\n batch = 16\n micro = 4\n lr = 0.003\n warmup = 40\n eval-every = 50\n"
+     "ep = auto\n steps = 900\n batch = 16\n micro = 4\n lr = 0.003\n warmup = 40\n eval-every = 50\n"
      "eval-sequences = 64\n sample = 300\n"},
     {"small",
      "layers = 6\n hidden = 512\n heads = 8\n context = 256\n experts = 0,8,0,8,0,8\n topk = 1\n residual = none\n"

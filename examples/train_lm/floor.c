@@ -23,10 +23,9 @@ static void products(const struct operands *o, int64_t rows, int64_t in, int64_t
   linear_backward_weight(size, o->weight, NULL, o->y, o->x);
 }
 
-static double run(const struct lm_model *model, const struct operands *o, int64_t tokens) {
+static void run(const struct lm_model *model, const struct operands *o, int64_t tokens) {
   const struct lm_config *cfg = &model->cfg;
   int64_t hidden = cfg->hidden, inner = config_inner(cfg);
-  double since = lm_now();
   for (int l = 0; l < cfg->layers; l++) {
     products(o, tokens, hidden, 3 * hidden);
     products(o, tokens, hidden, hidden);
@@ -43,7 +42,6 @@ static double run(const struct lm_model *model, const struct operands *o, int64_
     products(o, tokens, inner, hidden);
   }
   products(o, tokens, hidden, model->vocab);
-  return lm_now() - since;
 }
 
 static int compare(const void *a, const void *b) {
@@ -51,7 +49,7 @@ static int compare(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 
-double gemm_floor(struct lm_model *model, int micro_batches) {
+struct lm_floor gemm_floor(struct lm_model *model, int micro_batches) {
   const struct lm_config *cfg = &model->cfg;
   int64_t tokens = model->acts->max_tokens, hidden = cfg->hidden, widest = config_inner(cfg);
   if (widest < 3 * hidden) widest = 3 * hidden;
@@ -60,17 +58,21 @@ double gemm_floor(struct lm_model *model, int micro_batches) {
   struct operands o = {lm_alloc((size_t)(rows * widest), sizeof(float)),
                        lm_alloc((size_t)(hidden * widest), sizeof(float)),
                        lm_alloc((size_t)(rows * widest), sizeof(float))};
-  double seconds[RUNS];
+  double seconds[RUNS], cpu_seconds[RUNS];
   for (int i = -1; i < RUNS; i++) { /* one to warm up */
     fill(o.x, rows * widest);
     fill(o.weight, hidden * widest);
     LM_TRY(pmoe_comm_barrier(model->ranks->world));
-    double one = run(model, &o, tokens);
-    if (i >= 0) seconds[i] = one;
+    double since = lm_now(), cpu_since = lm_cpu_now();
+    run(model, &o, tokens);
+    if (i < 0) continue;
+    seconds[i] = lm_now() - since;
+    cpu_seconds[i] = lm_cpu_now() - cpu_since;
   }
   qsort(seconds, RUNS, sizeof *seconds, compare);
+  qsort(cpu_seconds, RUNS, sizeof *cpu_seconds, compare);
   free(o.x);
   free(o.weight);
   free(o.y);
-  return seconds[RUNS / 2] * micro_batches;
+  return (struct lm_floor){seconds[RUNS / 2] * micro_batches, cpu_seconds[RUNS / 2] * micro_batches};
 }

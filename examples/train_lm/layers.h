@@ -44,7 +44,8 @@ enum { LM_TOKEN_TABLE, LM_POSITION_TABLE, LM_FINAL_NORM_WEIGHT, LM_FINAL_NORM_BI
 struct lm_acts *acts_create(const struct lm_model *model);
 void acts_destroy(struct lm_model *model);
 
-/* Seconds of a clock that never goes back. */
+/* Seconds of a clock that never goes back, and of processor time that this process has used. */
 double lm_now(void);
+double lm_cpu_now(void);
 
 #endif

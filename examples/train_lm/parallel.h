@@ -37,10 +37,13 @@ static inline struct lm_range lm_block(int64_t n, int64_t block, int64_t index) 
 #define LM_PRAGMA(text) _Pragma(#text)
 #define LM_SIMD LM_PRAGMA(omp simd)
 #define LM_SIMD_SUM(variable) LM_PRAGMA(omp simd reduction(+ : variable))
-#define LM_SIMD_MAX(variable) LM_PRAGMA(omp simd reduction(max : variable))
 #else
 #define LM_SIMD
 #define LM_SIMD_SUM(variable)
+#endif
+#if defined(_OPENMP) && !defined(__clang__) /* clang 14 cannot, and warns */
+#define LM_SIMD_MAX(variable) LM_PRAGMA(omp simd reduction(max : variable))
+#else
 #define LM_SIMD_MAX(variable)
 #endif
 

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -130,20 +131,35 @@ static void format_rate(char text[16], double rate) {
   else snprintf(text, 16, "%.1fk", rate / 1000);
 }
 
+/* Makes double spaces single if the line is too long, and cuts it: one that wraps could not be written over. */
+static void fit_terminal(char *line) {
+  struct winsize size;
+  size_t columns = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+  if (strlen(line) <= columns) return;
+  char *to = line;
+  for (const char *from = line; *from; from++)
+    if (from[0] != ' ' || from[1] != ' ') *to++ = *from;
+  *to = 0;
+  if (strlen(line) > columns) line[columns] = 0;
+}
+
 static void print_progress(struct lm_report *report, const struct lm_step_report *s) {
   int64_t every = (report->cfg.steps + PLAIN_LINES - 1) / PLAIN_LINES;
   int last = s->step == report->cfg.steps;
   if (!report->terminal && s->step != 1 && !last && s->step % every != 0) return;
-  char rate[16], held_out[16] = "-";
+  char rate[16], held_out[16] = "-", line[MOST_LINE];
   format_rate(rate, report->rate);
   if (!isnan(report->held_out)) snprintf(held_out, sizeof held_out, "%.3f", report->held_out);
   double left =
       (lm_now() - report->started) / (double)(s->step - report->first_step) * (double)(report->cfg.steps - s->step);
-  printf("%sstep %lld/%d  loss %.3f  held-out %s  %s tok/s  ETA %d:%02d", report->terminal ? "\r\033[K" : "",
-         (long long)s->step, report->cfg.steps, s->loss, held_out, rate, (int)left / 60, (int)left % 60);
-  if (s->load > 0) printf("  dropped %.1f%%  load max/mean %.2f", 100 * s->dropped, s->load);
+  int length = snprintf(line, sizeof line, "step %lld/%d  loss %.3f  held-out %s  %s tok/s  ETA %d:%02d",
+                        (long long)s->step, report->cfg.steps, s->loss, held_out, rate, (int)left / 60, (int)left % 60);
+  if (s->load > 0)
+    snprintf(line + length, sizeof line - (size_t)length, "  dropped %.1f%%  load %.1f", 100 * s->dropped, s->load);
+  if (report->terminal) fit_terminal(line);
+  if (report->terminal) printf("\r\033[K%s", line);
+  else printf("%s\n", line);
   report->line_open = report->terminal;
-  if (!report->terminal) putchar('\n');
   fflush(stdout);
 }
 
@@ -189,8 +205,10 @@ void report_start(struct lm_report *report, const struct lm_model *model, int64_
   printf("ranks    %d (%s), %d thread%s each; %s\n", model->ranks->nranks, pmoe_comm_transport(model->ranks->world),
          model->ranks->threads, model->ranks->threads == 1 ? "" : "s", gemm.library);
   if (gemm.warning) printf("warning  %s\n", gemm.warning);
-  printf("run      %s, steps %lld to %d of %d sequences\n\n", cfg->out, (long long)report->first_step + 1, cfg->steps,
+  printf("run      %s, steps %lld to %d of %d sequences\n", cfg->out, (long long)report->first_step + 1, cfg->steps,
          cfg->batch);
+  if (model->num_experts_listed > 0) printf("         load: tokens of the fullest expert over the mean\n");
+  putchar('\n');
   fflush(stdout);
   report->started = lm_now();
 }

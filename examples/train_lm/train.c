@@ -38,7 +38,7 @@ struct trainer {
   float *wire;         /* the sums on their way, [SUMS + num_experts_listed] */
   int32_t *tokens, *targets;
   int stop;
-  double train_seconds;
+  double train_seconds, train_cpu_seconds;
 };
 
 enum { SUM_LOSS, SUM_AUX, SUM_Z, SUM_TOKENS, SUM_ROUTED, SUM_DROPPED, SUM_STOP, SUMS };
@@ -160,7 +160,7 @@ static double load_max_over_mean(const struct trainer *t) {
 static struct lm_step_report train_step(struct trainer *t) {
   struct lm_model *model = t->model;
   const struct lm_config *cfg = &t->run->cfg;
-  double since = lm_now();
+  double since = lm_now(), cpu_since = lm_cpu_now();
   gradients_zero(model);
   model->seconds[LM_PART_OPTIMIZER] += lm_now() - since;
   forward_backward(t);
@@ -189,6 +189,7 @@ static struct lm_step_report train_step(struct trainer *t) {
   report.load = load_max_over_mean(t);
   report.expert_count = t->sums.expert_count;
   t->train_seconds += report.seconds;
+  t->train_cpu_seconds += lm_cpu_now() - cpu_since;
   return report;
 }
 
@@ -235,28 +236,34 @@ static void train(struct trainer *t) {
   const struct lm_config *cfg = &t->run->cfg;
   while (t->state.step < cfg->steps && !t->stop) {
     struct lm_step_report report = train_step(t);
-    int last = t->state.step == cfg->steps || t->stop;
+    int done = t->state.step == cfg->steps, last = done || t->stop;
     if (!last && cfg->eval_every > 0 && t->state.step % cfg->eval_every == 0)
       report.held_out = t->state.held_out_loss = held_out_loss(t, cfg->eval_sequences);
-    if (t->state.step == cfg->steps) /* the last evaluation reads all of it */
-      report.held_out = t->state.held_out_loss = held_out_loss(t, INT64_MAX);
+    /* The last evaluation reads the whole part, which can take a while: what was learnt is safe before it. */
+    if (done) save(t);
+    if (done) report.held_out = t->state.held_out_loss = held_out_loss(t, INT64_MAX);
     if (t->report) report_step(t->report, &report);
-    if (last || (cfg->save_every > 0 && t->state.step % cfg->save_every == 0)) save(t);
+    if (!done && (last || (cfg->save_every > 0 && t->state.step % cfg->save_every == 0))) save(t);
   }
 }
 
 static void print_floor(struct trainer *t, int64_t steps) {
   if (steps == 0) return;
   int64_t passes = share_of(t, t->run->cfg.batch).mine;
-  double floor = gemm_floor(t->model, (int)passes), step = t->train_seconds / (double)steps;
+  struct lm_floor floor = gemm_floor(t->model, (int)passes);
+  double wall = t->train_seconds / (double)steps, cpu = t->train_cpu_seconds / (double)steps;
   if (t->report)
-    report_line(t->report, "\nstep %.1f ms, its matrix products alone %.1f ms: %.0f %%", 1000 * step, 1000 * floor,
-                100 * floor / step);
+    report_line(t->report,
+                "\nstep %.1f ms, its matrix products alone %.1f ms: %.0f %%\n"
+                "in processor time %.1f ms and %.1f ms: %.0f %%",
+                1000 * wall, 1000 * floor.seconds, 100 * floor.seconds / wall, 1000 * cpu, 1000 * floor.cpu_seconds,
+                100 * floor.cpu_seconds / cpu);
 }
 
 static void finish(struct trainer *t, int64_t first_step) {
-  struct lm_summary summary = {.held_out = t->state.held_out_loss, .bytes = t->run->data.bytes};
-  summary.steps = t->state.step - first_step;
+  struct lm_summary summary = {.bytes = t->run->data.bytes, .steps = t->state.step - first_step};
+  if (summary.steps == 0) t->state.held_out_loss = held_out_loss(t, INT64_MAX);
+  summary.held_out = t->state.held_out_loss;
   if (t->report) {
     data_entropy(&t->run->data, &summary.unigram, &summary.bigram);
     report_summary(t->report, t->model, &summary);

@@ -35,8 +35,8 @@ typedef struct pmoe_comm_callbacks {
   int (*alltoallv)(void *user, const void *src, const size_t *send_bytes, void *dst, const size_t *recv_bytes);
   int (*allreduce_f32)(void *user, float *inout, size_t n); /* sum */
   int (*barrier)(void *user);
-  /* Optional. Fills *out for the ranks of the same colour ordered by key, then by rank; NULL: pmoe_comm_split refuses.
-   */
+  /* Optional. Fills *out for the ranks of the same colour ordered by key, then by rank; with color < 0 it leaves *out
+   * alone. NULL: pmoe_comm_split refuses. */
   int (*split)(void *user, int32_t color, int32_t key, struct pmoe_comm_callbacks *out);
   void (*release)(void *user);                /* optional; called when the communicator ends */
   void (*abort)(void *user, const char *why); /* optional; tell the peers that this rank gave up */

@@ -53,8 +53,8 @@ PMOE_API pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmo
 
 /* Collective over the layer's EP group. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on each rank and
  * T = 0 included. x is borrowed until the backward of this stash is done and must keep its values; y must not overlap
- * x. step NULL: evaluation, no mask. An argument error on one rank is returned there and makes the peers' call fail
- * with ERR_COMM; outputs stay untouched then. */
+ * x. step NULL: evaluation, no mask. A masked token's y is zero; with a dense branch its x must be finite. An argument
+ * error on one rank is returned there and makes the peers' call fail with ERR_COMM; outputs stay untouched then. */
 PMOE_API pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
                                         pmoe_mat *y, pmoe_stream stream);
 

@@ -20,7 +20,8 @@ static int host_allgather(void *user, const void *src, void *dst, size_t bytes) 
 static int host_alltoallv(void *user, const void *src, const size_t *send_bytes, void *dst, const size_t *recv_bytes) {
   int n = 0;
   MPI_Comm_size(comm_of(user), &n);
-  int *lists = calloc(4 * (size_t)n, sizeof *lists), *counts = lists, *firsts = lists + n, *recv = lists + 2 * n, *to = lists + 3 * n;
+  int *lists = calloc(4 * (size_t)n, sizeof *lists), *counts = lists, *firsts = lists + n, *recv = lists + 2 * n,
+      *to = lists + 3 * n;
   for (int p = 0; p < n; p++) {
     counts[p] = (int)send_bytes[p];
     recv[p] = (int)recv_bytes[p];

@@ -3,7 +3,9 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+
 #include <cmocka.h>
+
 #include <pmoe/mpi.h>
 #include <pmoe/pmoe.h>
 #include <stdio.h>
@@ -143,8 +145,13 @@ static void fail_with_large_messages(rank_env *env, void *arg) {
     lists[p] = p;
     lists[n + p] = 1;
   }
-  pmoei_exchange x = {.what = "large", .num_parts = 1, .part = {{send, recv, BYTES}}, .send_first = lists, .recv_first = lists,
-                      .send_rows = lists + n, .recv_rows = lists + n};
+  pmoei_exchange x = {.what = "large",
+                      .num_parts = 1,
+                      .part = {{send, recv, BYTES}},
+                      .send_first = lists,
+                      .recv_first = lists,
+                      .send_rows = lists + n,
+                      .recv_rows = lists + n};
   pmoe_status status = pmoe_comm_barrier(env->world);
   if (status == PMOE_OK && env->rank == 0) pmoe_comm_abort(env->world, "it met an error");
   else if (status == PMOE_OK) status = pmoei_exchange_start(env->world, &x);

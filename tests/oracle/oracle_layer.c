@@ -97,6 +97,7 @@ static void token_forward(oracle_model *model, const oracle_batch *batch, int64_
     for (int64_t j = 0; j < h; j++) moe[j] += result->weight[i] * row[j];
   }
   mix_forward(model, x, mix);
+  if (batch->mask && !batch->mask[t]) mix[0] = mix[1] = 0.0; /* a masked token is not there */
   if (model->residual.mix != PMOE_MIX_NONE) {
     oracle_ffn ffn = branch_ffn(model);
     oracle_ffn_forward(&ffn, x, mlp);

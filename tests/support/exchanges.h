@@ -1,4 +1,5 @@
-/* Exchanges whose every byte is known: rows(from, to) rows of two arrays, blocks out of order and with gaps between them. */
+/* Exchanges whose every byte is known: rows(from, to) rows of two arrays, blocks out of order and with gaps between
+ * them. */
 #ifndef TEST_EXCHANGES_H
 #define TEST_EXCHANGES_H
 #include <stdint.h>
@@ -44,7 +45,11 @@ static inline void known_exchange_make(known_exchange *k, const pmoe_comm *comm,
   }
   k->send_total = known_lay_out(send_first, send_rows, n);
   k->recv_total = known_lay_out(recv_first, recv_rows, n);
-  k->x = (pmoei_exchange){.what = what, .num_parts = 2, .send_first = send_first, .send_rows = send_rows, .recv_first = recv_first,
+  k->x = (pmoei_exchange){.what = what,
+                          .num_parts = 2,
+                          .send_first = send_first,
+                          .send_rows = send_rows,
+                          .recv_first = recv_first,
                           .recv_rows = recv_rows};
   for (int part = 0; part < 2; part++) {
     size_t row = part ? 4 : 40 + (size_t)(seed % 3) * 1000;

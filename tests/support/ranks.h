@@ -1,6 +1,7 @@
-/* Runs one test body on several ranks: threads of this process, or (linked with tests/mpi/ranks_mpi.c, under mpirun) MPI processes. Each
- * rank has its own context and communicator. A check that fails ends its rank's body, makes the peers' collectives fail too, and fails
- * the test on the main thread once all ranks are back: cmocka's own assertions work on the main thread alone. */
+/* Runs one test body on several ranks: threads of this process, or (linked with tests/mpi/ranks_mpi.c, under mpirun)
+ * MPI processes. Each rank has its own context and communicator. A check that fails ends its rank's body, makes the
+ * peers' collectives fail too, and fails the test on the main thread once all ranks are back: cmocka's own assertions
+ * work on the main thread alone. */
 #ifndef TEST_RANKS_H
 #define TEST_RANKS_H
 #include <pmoe/comm.h>
@@ -27,7 +28,8 @@ typedef struct ranks_config {
   int32_t cpu_threads;       /* of each rank; 0: 1 */
 } ranks_config;
 
-/* arg is shared by the ranks that are threads. Under MPI: with more ranks than mpirun started, does nothing; with fewer, the others wait. */
+/* arg is shared by the ranks that are threads. Under MPI: with more ranks than mpirun started, does nothing; with
+ * fewer, the others wait. */
 void run_ranks(int32_t nranks, rank_body body, void *arg);
 void run_ranks_with(const ranks_config *config, rank_body body, void *arg);
 /* On 1, 2, 3, 4 and 8 ranks, natively and by callbacks. */
@@ -47,7 +49,8 @@ int ranks_end(int failures);
 #define check_refused(call, status, word) rank_check_status((call), (status), (word), #call, __FILE__, __LINE__)
 
 void rank_check(bool condition, const char *text, const char *file, int line);
-void rank_check_status(pmoe_status got, pmoe_status expected, const char *word, const char *call, const char *file, int line);
+void rank_check_status(pmoe_status got, pmoe_status expected, const char *word, const char *call, const char *file,
+                       int line);
 
 /* Between ranks.c and the two ways to start ranks. */
 typedef struct ranks_job {

@@ -229,6 +229,25 @@ static void a_run_shows_what_it_did(void **state) {
   free(experts);
 }
 
+static void token_files_train(void **state) {
+  (void)state;
+  enum { HEADER = 256 * sizeof(int32_t), COUNT = 3000 };
+  static uint8_t file[HEADER + 2 * COUNT];
+  const int32_t header[] = {20240520, 1, COUNT};
+  memcpy(file, header, sizeof header);
+  for (int i = 0; i < COUNT; i++) {
+    uint16_t token = (uint16_t)(50000 + i * i % 200);
+    memcpy(file + HEADER + 2 * i, &token, sizeof token);
+  }
+  folder_write(&f, "tokens.bin", file, sizeof file);
+  run_or_fail("", "--preset tiny --data tokens.bin --steps 3 --sample 2 --out tokens");
+  char *log = folder_read(folder_path(&f, "log")), *csv = folder_read(folder_path(&f, "tokens/metrics.csv"));
+  assert_non_null(strstr(log, "bits per token"));
+  assert_null(strstr(log, "bigram"));
+  assert_true(fabs(number_at(csv, 1, LOSS) - 10.825) < 0.5); /* ln 50257 */
+  free(log), free(csv);
+}
+
 /* Starts a run that would take hours, interrupts it once it has steps behind it. */
 static void ctrl_c_ends_a_run(void **state) {
   (void)state;
@@ -258,6 +277,8 @@ static void ctrl_c_ends_a_run(void **state) {
   assert_int_equal(WEXITSTATUS(status), 130);
   char *log = folder_read(folder_path(&f, "log"));
   assert_non_null(strstr(log, "stopped after step"));
+  assert_non_null(strstr(log, "saved long/checkpoint.safetensors after step"));
+  assert_int_equal(access(folder_path(&f, "long/checkpoint.safetensors"), R_OK), 0);
   free(log);
 }
 
@@ -273,6 +294,7 @@ int main(void) {
 #endif
       cmocka_unit_test(what_cannot_run_says_why),
       cmocka_unit_test(a_run_shows_what_it_did),
+      cmocka_unit_test(token_files_train),
       cmocka_unit_test(ctrl_c_ends_a_run),
   };
   return cmocka_run_group_tests(tests, setup, teardown);

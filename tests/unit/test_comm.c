@@ -3,7 +3,9 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+
 #include <cmocka.h>
+
 #include <math.h>
 #include <pmoe/pmoe.h>
 #include <stdio.h>
@@ -50,18 +52,22 @@ static void test_allgather(void **state) {
 }
 
 /* Values whose float sum depends on the order of adding. */
-static float summand(int32_t rank, int64_t i) { return (float)sin((double)(i + 1) * (rank + 1)) * powf(10.0f, (float)((rank + i) % 5)); }
+static float summand(int32_t rank, int64_t i) {
+  return (float)sin((double)(i + 1) * (rank + 1)) * powf(10.0f, (float)((rank + i) % 5));
+}
 
 static float sum_in_order(int32_t nranks, int64_t i, bool bf16) {
   float sum = bf16 ? pmoei_bf16_to_f32(pmoei_f32_to_bf16(summand(0, i))) : summand(0, i);
-  for (int32_t p = 1; p < nranks; p++) sum += bf16 ? pmoei_bf16_to_f32(pmoei_f32_to_bf16(summand(p, i))) : summand(p, i);
+  for (int32_t p = 1; p < nranks; p++)
+    sum += bf16 ? pmoei_bf16_to_f32(pmoei_f32_to_bf16(summand(p, i))) : summand(p, i);
   return sum;
 }
 
 /* The host sums float32 in an order of its own. */
 static bool is_sum(const pmoe_comm *comm, float got, float expected) {
   bool hosts_own = strcmp(pmoe_comm_transport(comm), "callbacks") == 0;
-  return memcmp(&got, &expected, sizeof got) == 0 || (hosts_own && fabsf(got - expected) <= 1e-2f + 1e-5f * fabsf(expected));
+  return memcmp(&got, &expected, sizeof got) == 0 ||
+         (hosts_own && fabsf(got - expected) <= 1e-2f + 1e-5f * fabsf(expected));
 }
 
 static void reduce_floats(rank_env *env, int64_t n) {

@@ -1,5 +1,5 @@
 /* Every bad argument is refused with its name, and nothing is written; every failed allocation is survived. */
-#include "test_gate_reference.h"
+#include "test_gate_case.h"
 
 #include "gating/gate_ops.h"
 

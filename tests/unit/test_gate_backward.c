@@ -1,6 +1,8 @@
 /* The router's gradients against finite differences of the naive router in double precision, over modes and losses. */
 #include "test_gate_reference.h"
 
+#include "core/dtype.h"
+
 /* sum weight dweight + loss_scale (aux + z), for fixed choices and drops. x is before jitter. */
 static double objective(const gate_case *c, const double *x, const double *w, const double *b, float loss_scale) {
   int64_t E = c->cfg.num_experts, K = c->cfg.top_k;
@@ -169,10 +171,8 @@ static void test_accumulation_and_parts(void **state) {
     for (int i = 0; i < E * H; i++) assert_true(dw[i] == (float)i);
     for (int t = 0; t < T; t++)
       for (int h = 0; h < LD; h++) {
-        if (h >= H)
-          assert_true(isnan(dx[t * LD + h]));
-        else
-          assert_true(fabsf(dx[t * LD + h] - (float)(h - t) - c->dx[t * H + h]) <= 2e-5f);
+        if (h >= H) assert_true(isnan(dx[t * LD + h]));
+        else assert_true(fabsf(dx[t * LD + h] - (float)(h - t) - c->dx[t * H + h]) <= 2e-5f);
       }
     memset(dx, 0, T * LD * 4);
     assert_int_equal(

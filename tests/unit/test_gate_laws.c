@@ -1,6 +1,6 @@
 /* What must not change the router's results: the run, the number of threads, how tokens are split over calls, the order
  * of tokens, the names of experts, a capacity that is large enough; and randomness only where it belongs. */
-#include "test_gate_reference.h"
+#include "test_gate_case.h"
 
 static pmoe_gate_config busy_config(int32_t E, int32_t K) {
   pmoe_gate_config cfg = gate_config(E, K);
@@ -44,10 +44,8 @@ static void test_threads_and_repeats(void **state) {
         assert_memory_equal(first->db, c->db, 10 * 4);
         assert_memory_equal(first->dlogits, c->dlogits, 1000 * 10 * 4);
       }
-      if (!first)
-        first = c;
-      else
-        case_free(c);
+      if (!first) first = c;
+      else case_free(c);
     }
     case_free(first);
   }

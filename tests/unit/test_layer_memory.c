@@ -193,7 +193,7 @@ static void bind_zero_weights(pmoe_layer *layer, void **weights) {
 }
 
 static void saved_bytes_of(pmoe_dtype dtype, pmoe_act act, int32_t recompute) {
-  enum { H = 512, F = 2048, E = 64, K = 2, TOKENS = 128 };
+  enum { H = 512, F = 2048, E = 64, K = 2, TOKENS = 48 };
   rig_spec spec = rig_spec_default();
   spec.experts.inner = F;
   spec.experts.act = act;

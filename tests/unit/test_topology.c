@@ -3,8 +3,10 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <cjson/cJSON.h>
+
 #include <cmocka.h>
+
+#include <cjson/cJSON.h>
 #include <pmoe/pmoe.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,8 +52,8 @@ static void assert_groups(const pmoe_rank_lists *got, const cJSON *expected, con
   const cJSON *list, *rank;
   cJSON_ArrayForEach(list, expected) {
     if (cJSON_GetArraySize(list) != got->group_size) fail_msg("%s %s: groups of %d", where, group, got->group_size);
-    cJSON_ArrayForEach(rank, list) if (got->ranks[i++] != (int32_t)rank->valuedouble)
-        fail_msg("%s %s: entry %d is %d, expected %d", where, group, i - 1, got->ranks[i - 1], (int32_t)rank->valuedouble);
+    cJSON_ArrayForEach(rank, list) if (got->ranks[i++] != (int32_t)rank->valuedouble) fail_msg(
+        "%s %s: entry %d is %d, expected %d", where, group, i - 1, got->ranks[i - 1], (int32_t)rank->valuedouble);
   }
 }
 
@@ -68,7 +70,8 @@ static int check_kind(const cJSON *entry, const char *kind) {
   cJSON_ArrayForEach(group, cJSON_GetObjectItemCaseSensitive(entry, kind)) {
     if (strcmp(group->string, "embd") == 0) continue;
     pmoe_rank_lists out = {-1, -1, ranks};
-    if (pmoe_topology_ranks(world, &cfg, group->string, &out) != PMOE_OK) fail_msg("%s %s: %s", entry->string, group->string, pmoe_last_error());
+    if (pmoe_topology_ranks(world, &cfg, group->string, &out) != PMOE_OK)
+      fail_msg("%s %s: %s", entry->string, group->string, pmoe_last_error());
     assert_groups(&out, group, entry->string, group->string);
     assert_places(&out, cJSON_GetObjectItemCaseSensitive(places, group->string), world, entry->string);
     count++;
@@ -108,7 +111,8 @@ static void test_golden_refusals(void **state) {
   cJSON_Delete(golden);
 }
 
-/* 8 ranks, ep 4: blocks of neighbours, copies 4 apart (DeepSpeed's layout); with a model-parallel size of 2, both inside each slice. */
+/* 8 ranks, ep 4: blocks of neighbours, copies 4 apart (DeepSpeed's layout); with a model-parallel size of 2, both
+ * inside each slice. */
 static void test_deepspeed_layouts(void **state) {
   (void)state;
   int32_t ranks[8];
@@ -193,9 +197,10 @@ static void test_ranks_arguments(void **state) {
 
 static void test_expert_blocks(void **state) {
   (void)state;
-  static const struct { int32_t experts, ep, first[4], count[4]; } cases[] = {
-      {5, 2, {0, 3}, {3, 2}},          {2, 4, {0, 1, 2, 2}, {1, 1, 0, 0}}, {8, 4, {0, 2, 4, 6}, {2, 2, 2, 2}},
-      {0, 3, {0, 0, 0}, {0, 0, 0}},    {7, 4, {0, 2, 4, 6}, {2, 2, 2, 1}}, {9, 1, {0}, {9}}};
+  static const struct {
+    int32_t experts, ep, first[4], count[4];
+  } cases[] = {{5, 2, {0, 3}, {3, 2}},       {2, 4, {0, 1, 2, 2}, {1, 1, 0, 0}}, {8, 4, {0, 2, 4, 6}, {2, 2, 2, 2}},
+               {0, 3, {0, 0, 0}, {0, 0, 0}}, {7, 4, {0, 2, 4, 6}, {2, 2, 2, 1}}, {9, 1, {0}, {9}}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
     for (int32_t r = 0; r < cases[i].ep; r++) {
       int32_t first = -1, count = -1;
@@ -218,12 +223,9 @@ static void test_expert_blocks(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_golden_groups),
-      cmocka_unit_test(test_golden_refusals),
-      cmocka_unit_test(test_deepspeed_layouts),
-      cmocka_unit_test(test_defaults_and_missing_tokens),
-      cmocka_unit_test(test_ranks_arguments),
-      cmocka_unit_test(test_expert_blocks),
+      cmocka_unit_test(test_golden_groups),     cmocka_unit_test(test_golden_refusals),
+      cmocka_unit_test(test_deepspeed_layouts), cmocka_unit_test(test_defaults_and_missing_tokens),
+      cmocka_unit_test(test_ranks_arguments),   cmocka_unit_test(test_expert_blocks),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

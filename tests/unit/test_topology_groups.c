@@ -3,7 +3,9 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+
 #include <cmocka.h>
+
 #include <pmoe/pmoe.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,10 +47,22 @@ static void create(rank_env *env, void *arg) {
 
 static void test_create(void **state) {
   (void)state;
-  static const struct { int32_t world, cp, pp, ep; const char *order; } cases[] = {
-      {1, 1, 1, 1, NULL},  {2, 1, 1, 2, NULL}, {2, 1, 2, 1, NULL},  {4, 1, 1, 2, NULL},           {4, 2, 1, 4, NULL},
-      {4, 1, 2, 2, NULL},  {4, 1, 1, 1, NULL}, {4, 1, 1, 2, "tp-cp-dp-ep-pp"},                    {4, 1, 2, 2, "pp-dp-ep-cp-tp"},
-      {8, 2, 2, 2, NULL},  {8, 1, 1, 4, NULL}, {8, 2, 2, 2, "tp-cp-ep-pp-dp"},                    {8, 1, 2, 2, "dp-ep-pp"}};
+  static const struct {
+    int32_t world, cp, pp, ep;
+    const char *order;
+  } cases[] = {{1, 1, 1, 1, NULL},
+               {2, 1, 1, 2, NULL},
+               {2, 1, 2, 1, NULL},
+               {4, 1, 1, 2, NULL},
+               {4, 2, 1, 4, NULL},
+               {4, 1, 2, 2, NULL},
+               {4, 1, 1, 1, NULL},
+               {4, 1, 1, 2, "tp-cp-dp-ep-pp"},
+               {4, 1, 2, 2, "pp-dp-ep-cp-tp"},
+               {8, 2, 2, 2, NULL},
+               {8, 1, 1, 4, NULL},
+               {8, 2, 2, 2, "tp-cp-ep-pp-dp"},
+               {8, 1, 2, 2, "dp-ep-pp"}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
     cfg.cp = cases[i].cp;
@@ -93,8 +107,11 @@ static void pyramid(rank_env *env, void *arg) {
 
 static void test_pyramid(void **state) {
   (void)state;
-  static const struct { int32_t world, pp; const char *order; } cases[] = {
-      {2, 1, NULL}, {4, 1, NULL}, {4, 2, NULL}, {6, 1, NULL}, {8, 2, NULL}, {8, 1, "dp-ep"}, {4, 2, "pp-dp-ep"}};
+  static const struct {
+    int32_t world, pp;
+    const char *order;
+  } cases[] = {{2, 1, NULL}, {4, 1, NULL},    {4, 2, NULL},      {6, 1, NULL},
+               {8, 2, NULL}, {8, 1, "dp-ep"}, {4, 2, "pp-dp-ep"}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
     cfg.pp = cases[i].pp;
@@ -110,20 +127,26 @@ static void disagree(rank_env *env, void *arg) {
   pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
   pmoe_topology *topology = NULL;
   cfg.ep = odd ? 1 : 2;
-  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_MISMATCH, "ep 2, pp 1, tp-cp-ep-dp-pp");
+  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_MISMATCH,
+                "ep 2, pp 1, tp-cp-ep-dp-pp");
   check(strstr(pmoe_last_error(), "rank 1 is in pmoe_topology_create(cp 1, ep 1, pp 1, tp-cp-ep-dp-pp"));
   cfg.ep = 2;
   cfg.order = odd ? "dp-ep" : NULL;
   check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_MISMATCH, "dp-ep");
   cfg.order = odd ? "dp-xp" : NULL;
-  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), odd ? PMOE_ERR_ARG : PMOE_ERR_COMM, "\"xp\" is none of");
+  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), odd ? PMOE_ERR_ARG : PMOE_ERR_COMM,
+                "\"xp\" is none of");
   cfg.order = NULL;
   pmoe_status status = pmoe_topology_create(env->ctx, env->world, &cfg, odd ? NULL : &topology);
   check_refused(status, odd ? PMOE_ERR_ARG : PMOE_ERR_COMM, "out is NULL");
   check(topology == NULL);
   check_ok(pmoe_topology_create(env->ctx, env->world, &cfg, &topology));
   pmoe_comm *ep = NULL;
-  check_refused(pmoe_topology_groups(topology, odd ? 1 : env->nranks == 2 ? 1 : 4, &ep, NULL, NULL),
+  check_refused(pmoe_topology_groups(topology,
+                                     odd                ? 1
+                                     : env->nranks == 2 ? 1
+                                                        : 4,
+                                     &ep, NULL, NULL),
                 env->nranks == 2 ? PMOE_OK : PMOE_ERR_MISMATCH, NULL);
   check_refused(pmoe_topology_groups(NULL, 1, &ep, NULL, NULL), PMOE_ERR_ARG, "topology is NULL");
   pmoe_topology_destroy(topology);
@@ -249,14 +272,31 @@ static void test_from_groups(void **state) {
       {.world = 8, .ep = {0, 0, 0, 0, 1, 1, 1, 1}, .expert_dp = {0, 1, 2, 3, 0, 1, 2, 3}},
       /* the second group in reverse, and its copies to match */
       {.world = 4, .ep = {0, 0, 1, 1}, .ep_key = {0, 1, 1, 0}, .expert_dp = {0, 1, 1, 0}},
-      {.world = 4, .ep = {0, 0, 1, 1}, .ep_key = {0, 1, 1, 0}, .expert_dp = {0, 1, 0, 1}, .status = PMOE_ERR_MISMATCH,
+      {.world = 4,
+       .ep = {0, 0, 1, 1},
+       .ep_key = {0, 1, 1, 0},
+       .expert_dp = {0, 1, 0, 1},
+       .status = PMOE_ERR_MISMATCH,
        .word = "ranks 0 and 2 of dense_dp share an expert_dp group, but have places 0 and 1"},
-      {.world = 4, .ep = {0, 0, 1, 1}, .expert_dp = {0, 1, 2, 3}, .status = PMOE_ERR_MISMATCH,
+      {.world = 4,
+       .ep = {0, 0, 1, 1},
+       .expert_dp = {0, 1, 2, 3},
+       .status = PMOE_ERR_MISMATCH,
        .word = "ranks 0 and 2 of dense_dp have place 0 in their ep groups, but share no expert_dp group"},
-      {.world = 4, .ep = {0, 0, 1, 1}, .expert_dp = {0, 0, 0, 0}, .status = PMOE_ERR_MISMATCH, .word = "ranks 0 and 1 of dense_dp share"},
-      {.world = 3, .ep = {0, 0, 1}, .expert_dp = {0, 1, 0}, .status = PMOE_ERR_MISMATCH,
+      {.world = 4,
+       .ep = {0, 0, 1, 1},
+       .expert_dp = {0, 0, 0, 0},
+       .status = PMOE_ERR_MISMATCH,
+       .word = "ranks 0 and 1 of dense_dp share"},
+      {.world = 3,
+       .ep = {0, 0, 1},
+       .expert_dp = {0, 1, 0},
+       .status = PMOE_ERR_MISMATCH,
        .word = "rank 0 of dense_dp is in an ep group of 2 ranks, but rank 2 in one of 1"},
-      {.world = 8, .ep = {0, 0, 0, 0, 0, 0, 1, 1}, .expert_dp = {0, 1, 2, 3, 4, 5, 0, 1}, .status = PMOE_ERR_MISMATCH,
+      {.world = 8,
+       .ep = {0, 0, 0, 0, 0, 0, 1, 1},
+       .expert_dp = {0, 1, 2, 3, 4, 5, 0, 1},
+       .status = PMOE_ERR_MISMATCH,
        .word = "rank 0 of dense_dp is in an ep group of 6 ranks, but rank 6 in one of 2"}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     coloured c = cases[i];
@@ -285,7 +325,11 @@ static void test_groups_that_cross_stages(void **state) {
   (void)state;
   static const coloured cases[] = {
       {.world = 4, .dense = {0, 0, 1, 1}, .ep = {0, 1, 1, 0}, .expert_dp = {0, 1, 2, 3}, .word = "shares groups->ep"},
-      {.world = 4, .dense = {0, 0, 1, 1}, .ep = {0, 0, 1, 1}, .expert_dp = {0, 1, 0, 1}, .word = "shares groups->expert_dp"},
+      {.world = 4,
+       .dense = {0, 0, 1, 1},
+       .ep = {0, 0, 1, 1},
+       .expert_dp = {0, 1, 0, 1},
+       .word = "shares groups->expert_dp"},
       {.world = 2, .dense = {0, 1}, .ep = {0, 0}, .expert_dp = {0, 1}, .word = "shares groups->ep"}};
   for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
     coloured c = cases[i];
