@@ -1,6 +1,7 @@
 /* One rank goes wrong: every rank gets an error, with the reason, and none waits for the time-out. */
 #include "ranks/world.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "support/failing_alloc.h"
@@ -81,6 +82,11 @@ static int wrong_argument(world *w) {
   const pmoe_mat *dy = w->rank == culprit ? &bf16 : &u.s.dy;
   status = pmoe_layer_backward(u.r.layer, u.stash, 1.0f, dy, &u.s.dx, PMOE_BWD_ALL, NULL);
   CHECK(failures, status == expected, "backward gave %s", pmoe_status_name(status));
+  CHECK(failures, all_nan(&u.s.dx), "dx was written");
+  float loss_scale = w->rank == culprit ? NAN : 1.0f;
+  status = pmoe_layer_backward(u.r.layer, u.stash, loss_scale, &u.s.dy, &u.s.dx, PMOE_BWD_ALL, NULL);
+  CHECK(failures, status == expected, "backward gave %s", pmoe_status_name(status));
+  CHECK(failures, strstr(pmoe_last_error(), "loss_scale"), "\"%s\" does not say why", pmoe_last_error());
   CHECK(failures, all_nan(&u.s.dx), "dx was written");
   CHECK(failures, world_now_ms() - before < SOON_MS, "waited");
   failures += step_works(&u);
