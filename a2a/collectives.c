@@ -206,5 +206,7 @@ pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine
   pmoe_status status =
       pmoei_allgather(comm, "agreement before a collective call", &outcome, comm->outcomes, sizeof outcome);
   if (status == PMOE_OK && mine == PMOE_OK) return judge(comm, what);
+  /* The exchange's own name is the same in every call; who came late is missed by this one. */
+  if (status == PMOE_ERR_TIMEOUT) status = pmoei_error(status, "%s: %s", what, pmoe_last_error());
   return mine == PMOE_OK ? status : pmoei_error(mine, "%s", outcome.why);
 }

@@ -152,6 +152,18 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
   return PMOE_OK;
 }
 
+/* No size of a parameter may overflow; the parts' own checks have passed. */
+static pmoe_status check_param_sizes(const pmoe_layer *layer) {
+  const int64_t most = INT64_MAX / (int64_t)sizeof(float) / layer->cfg.hidden;
+  PMOEI_REQUIRE(layer->pre_cols <= most / layer->gate_cfg.num_experts,
+                "config->experts->inner is %d; parameters of less than 2^63 bytes were expected",
+                layer->experts_cfg.inner);
+  PMOEI_REQUIRE(layer->residual_pre_cols <= most,
+                "config->residual->inner is %d; parameters of less than 2^63 bytes were expected",
+                layer->residual_cfg.inner);
+  return PMOE_OK;
+}
+
 /* The parts check their own configurations. The router and the branch need no group, so their errors are known before
  * any communication. */
 static pmoe_status create_local_parts(pmoe_layer *layer) {
@@ -159,7 +171,7 @@ static pmoe_status create_local_parts(pmoe_layer *layer) {
   PMOEI_TRY(pmoe_gate_create(ctx, layer->cfg.hidden, layer->cfg.layer_id, &layer->gate_cfg, &layer->gate));
   if (layer->cfg.residual)
     PMOEI_TRY(pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual));
-  return PMOE_OK;
+  return check_param_sizes(layer);
 }
 
 static pmoe_status create_spread_parts(pmoe_layer *layer) {

@@ -1,5 +1,6 @@
 /* The layer's backward pass: the experts' parameter gradients run while the rows' gradients travel back. */
 #include <inttypes.h>
+#include <math.h>
 
 #include "core/check.h"
 #include "core/dtype.h"
@@ -68,8 +69,8 @@ static void use_stash(pmoe_stash *stash, backward_scratch *s) {
   s->dmix = stash->dmix;
 }
 
-static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, const pmoe_mat *dy, const pmoe_mat *dx,
-                              pmoe_bwd which, pmoei_bound *bound) {
+static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, float loss_scale, const pmoe_mat *dy,
+                              const pmoe_mat *dx, pmoe_bwd which, pmoei_bound *bound) {
   PMOEI_REQUIRE_POINTER(stash);
   PMOEI_REQUIRE(stash->layer == layer, "stash was made for another layer");
   PMOEI_REQUIRE((int)which >= PMOE_BWD_ALL && (int)which <= PMOE_BWD_WEIGHT, "which is %d; a pmoe_bwd was expected",
@@ -81,6 +82,8 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: this stash holds no forward to go back from");
   if (which == PMOE_BWD_INPUT && !stash->cfg.split_backward)
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: PMOE_BWD_INPUT needs a stash made with split_backward");
+  PMOEI_REQUIRE(which == PMOE_BWD_WEIGHT || isfinite(loss_scale), "loss_scale is %g; a finite number was expected",
+                (double)loss_scale);
   PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
   if (which != PMOE_BWD_WEIGHT)
     PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
@@ -210,7 +213,7 @@ pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss
   PMOEI_REQUIRE_POINTER(layer);
   uint64_t clock = pmoei_now_ns();
   pmoei_bound bound;
-  pmoe_status status = check_call(layer, stash, dy, dx, which, &bound);
+  pmoe_status status = check_call(layer, stash, loss_scale, dy, dx, which, &bound);
   bool collective = which != PMOE_BWD_WEIGHT;
   if (collective) status = pmoei_comm_agree(layer->ep, "pmoe_layer_backward", status);
   PMOEI_TRY(status);

@@ -1,6 +1,7 @@
 /* One rank goes wrong: every rank gets an error, with the reason, and none waits for the time-out. */
 #include "ranks/world.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "support/failing_alloc.h"
@@ -81,6 +82,11 @@ static int wrong_argument(world *w) {
   const pmoe_mat *dy = w->rank == culprit ? &bf16 : &u.s.dy;
   status = pmoe_layer_backward(u.r.layer, u.stash, 1.0f, dy, &u.s.dx, PMOE_BWD_ALL, NULL);
   CHECK(failures, status == expected, "backward gave %s", pmoe_status_name(status));
+  CHECK(failures, all_nan(&u.s.dx), "dx was written");
+  float loss_scale = w->rank == culprit ? NAN : 1.0f;
+  status = pmoe_layer_backward(u.r.layer, u.stash, loss_scale, &u.s.dy, &u.s.dx, PMOE_BWD_ALL, NULL);
+  CHECK(failures, status == expected, "backward gave %s", pmoe_status_name(status));
+  CHECK(failures, strstr(pmoe_last_error(), "loss_scale"), "\"%s\" does not say why", pmoe_last_error());
   CHECK(failures, all_nan(&u.s.dx), "dx was written");
   CHECK(failures, world_now_ms() - before < SOON_MS, "waited");
   failures += step_works(&u);
@@ -343,9 +349,15 @@ static void test_no_memory_on_one_rank(void **state) {
   }
 }
 
+/* Rank 2 stays away from forward, or from the sum of gradients. */
+typedef struct absence {
+  pmoe_hub *hub;
+  int from_sum;
+} absence;
+
 static int one_does_not_come(world *w) {
   int failures = 0;
-  starved *shared = (starved *)w->arg;
+  const absence *shared = w->arg;
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   cfg.cpu_threads = 1;
   cfg.timeout_ns = 1500000000u;
@@ -360,9 +372,13 @@ static int one_does_not_come(world *w) {
   rig_spec spec = rig_spec_default();
   failures += set_up(&u, &inner, &spec);
   if (!failures && w->rank != 2) {
-    pmoe_status status = rig_forward(&u.r, u.stash, &u.s);
+    pmoe_status status =
+        shared->from_sum ? pmoe_layer_reduce_grads(u.r.layer, 1.0f, NULL) : rig_forward(&u.r, u.stash, &u.s);
     CHECK(failures, status == PMOE_ERR_TIMEOUT || status == PMOE_ERR_COMM, "%s", pmoe_status_name(status));
-    CHECK(failures, strstr(pmoe_last_error(), "2"), "\"%s\" does not name the missing rank", pmoe_last_error());
+    CHECK(failures, strstr(pmoe_last_error(), "missing: 2"), "\"%s\" does not name the missing rank",
+          pmoe_last_error());
+    const char *what = shared->from_sum ? "pmoe_layer_reduce_grads" : "row counts";
+    CHECK(failures, strstr(pmoe_last_error(), what), "\"%s\" does not name the collective", pmoe_last_error());
   }
   CHECK(failures, pmoe_comm_barrier(w->comm) == PMOE_OK, "%s",
         pmoe_last_error()); /* the outer world, which is patient */
@@ -375,10 +391,12 @@ static int one_does_not_come(world *w) {
 static void test_a_rank_that_does_not_come_is_named(void **state) {
   (void)state;
   if (ranks_are_processes()) skip();
-  starved shared = {0};
-  assert_ok(pmoe_hub_create(4, &shared.hub));
-  world_run(4, one_does_not_come, &shared);
-  pmoe_hub_destroy(shared.hub);
+  for (int from_sum = 0; from_sum < 2; from_sum++) {
+    absence shared = {.from_sum = from_sum};
+    assert_ok(pmoe_hub_create(4, &shared.hub));
+    world_run(4, one_does_not_come, &shared);
+    pmoe_hub_destroy(shared.hub);
+  }
 }
 
 int main(void) {

@@ -92,6 +92,9 @@ static void test_expert_and_branch_configurations(void **state) {
   REFUSED(residual.mix, (pmoe_mix)4, PMOE_ERR_ARG, "mix");
   REFUSED(residual.inner, 0, PMOE_ERR_ARG, "inner");
   REFUSED(residual.act, (pmoe_act)11, PMOE_ERR_ARG, "act");
+  parts huge = good_parts(); /* its number of parameters would overflow */
+  huge.layer.hidden = huge.experts.inner = INT32_MAX;
+  assert_config_refused(&b, &huge, PMOE_ERR_ARG, "inner", __LINE__);
   REFUSED(residual.dtype, PMOE_BF16, PMOE_ERR_ARG, "dtype");
   REFUSED(residual.grad_dtype, PMOE_BF16, PMOE_ERR_ARG, "grad_dtype");
   parts half = good_parts();

@@ -1,4 +1,6 @@
 /* Wrong arguments to forward and backward, calls out of order, and an allocation that fails at every point. */
+#include <math.h>
+
 #include "support/counted_layer.h"
 
 /* ---- forward and backward ---- */
@@ -96,6 +98,10 @@ static void test_backward_matrices(void **state) {
   assert_refused(backward(&b, &b.s.dy, NULL, PMOE_BWD_ALL), PMOE_ERR_ARG, "dx");
   assert_refused(backward(&b, &b.s.dy, &b.s.dx, 3), PMOE_ERR_ARG, "which");
   assert_refused(backward(&b, &b.s.dy, &b.s.dx, -1), PMOE_ERR_ARG, "which");
+  assert_refused(pmoe_layer_backward(b.r.layer, b.stash, NAN, &b.s.dy, &b.s.dx, PMOE_BWD_ALL, NULL), PMOE_ERR_ARG,
+                 "loss_scale");
+  assert_refused(pmoe_layer_backward(b.r.layer, b.stash, INFINITY, &b.s.dy, &b.s.dx, PMOE_BWD_ALL, NULL), PMOE_ERR_ARG,
+                 "loss_scale");
   for (int how = 0; how < WAYS_TO_BREAK; how++) {
     pmoe_mat dy = broken(&b.s.dy, how), dx = broken(&b.s.dx, how);
     assert_refused(backward(&b, &dy, &b.s.dx, PMOE_BWD_ALL), PMOE_ERR_ARG, broken_word[how]);
