@@ -6,7 +6,7 @@
 
 enum { STEP, LOSS, HELD_OUT, COLUMNS };
 enum { WIDTH = 760, HEIGHT = 440, LEFT = 68, RIGHT = 692, TOP = 84, BOTTOM = 380 };
-enum { MOST_PIECES = 400, WINDOWS = 50 };
+enum { MOST_PIECES = 400, MOST_DOTS = 60, WINDOWS = 50 };
 
 struct loss_plot {
   struct svg svg;
@@ -100,22 +100,25 @@ static void draw_mean(struct loss_plot *plot) {
   fputs("\"/>\n", plot->svg.file);
 }
 
+static int is_evaluated(const struct loss_plot *plot, int64_t row) {
+  return !isnan(table_at(&plot->table, row, HELD_OUT));
+}
+
+/* Of very many evaluations every other, every third, ... but the last one always. */
 static void draw_held_out(struct loss_plot *plot) {
   const struct table *table = &plot->table;
-  int64_t count = 0, last = -1;
+  int64_t count = 0, last = -1, index = 0;
   for (int64_t row = 0; row < table->rows; row++)
-    if (!isnan(table_at(table, row, HELD_OUT))) count++, last = row;
+    if (is_evaluated(plot, row)) count++, last = row;
   if (count == 0) return;
+  int64_t every = (count + MOST_PIECES - 1) / MOST_PIECES;
   fputs("<path class=\"held\" d=\"", plot->svg.file);
-  char command = 'M';
-  for (int64_t row = 0; row < table->rows; row++) {
-    if (isnan(table_at(table, row, HELD_OUT))) continue;
-    point(plot, command, table_at(table, row, STEP), table_at(table, row, HELD_OUT));
-    command = 'L';
-  }
+  for (int64_t row = 0; row <= last; row++)
+    if (is_evaluated(plot, row) && (index++ % every == 0 || row == last))
+      point(plot, index == 1 ? 'M' : 'L', table_at(table, row, STEP), table_at(table, row, HELD_OUT));
   fputs("\"/>\n", plot->svg.file);
-  for (int64_t row = 0; row < table->rows; row++)
-    if (!isnan(table_at(table, row, HELD_OUT)) && (count <= 60 || row == last))
+  for (int64_t row = 0; row <= last; row++)
+    if (is_evaluated(plot, row) && (count <= MOST_DOTS || row == last))
       fprintf(plot->svg.file, "<circle class=\"dot\" cx=\"%.1f\" cy=\"%.1f\" r=\"3.5\"/>\n",
               axis_at(&plot->x, table_at(table, row, STEP)), axis_at(&plot->y, table_at(table, row, HELD_OUT)));
   double loss = table_at(table, last, HELD_OUT), y = axis_at(&plot->y, loss);
