@@ -12,6 +12,8 @@ enum { PMOEI_WHY_BYTES = 176 };
 /* What every rank tells every other before rows move; E row counts follow. */
 typedef struct pmoei_count_record {
   int64_t status; /* a pmoe_status: ranks whose arguments are wrong still come, and say so */
+  int64_t layer;  /* whose rows these are: ranks may be in different layers that share the group */
+  int64_t room;   /* rows that this rank can take; 0: any number */
   char why[PMOEI_WHY_BYTES];
 } pmoei_count_record;
 
@@ -21,6 +23,7 @@ struct pmoe_a2a {
   const pmoei_rows_ops *rows_ops;
   int32_t refs; /* the creator and every plan */
   int32_t hidden, num_experts, first_expert, num_local;
+  int32_t layer_id; /* 0 outside a layer */
   pmoe_dtype dtype;
   pmoe_a2a_config cfg;
   int64_t capacity; /* per expert; FIXED without max_recv_rows */
@@ -49,6 +52,7 @@ typedef struct pmoei_movement {
 struct pmoe_plan {
   pmoe_a2a *a2a;
   bool built;
+  int64_t room; /* most rows that may come here; 0: any number */
   int64_t tokens, send_rows, recv_rows;
   int64_t bytes_sent, bytes_returned; /* to other ranks when rows go out, and when they come back */
   int32_t top_k;

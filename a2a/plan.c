@@ -68,15 +68,18 @@ static int64_t *counts_of(const pmoe_a2a *a2a, int32_t rank) { return (int64_t *
 
 /* Every rank's record in rank order; an error of any rank is an error of all. expert_rows is NULL with an error only.
  */
-static pmoe_status exchange_counts(pmoe_a2a *a2a, const int64_t *expert_rows, pmoe_status mine) {
+static pmoe_status exchange_counts(pmoe_a2a *a2a, int64_t room, const int64_t *expert_rows, pmoe_status mine) {
   int32_t ranks = a2a->ep->nranks;
   if (ranks == 1) {
+    record_of(a2a, 0)->room = room;
     if (expert_rows) memcpy(counts_of(a2a, 0), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
     return mine;
   }
   pmoei_count_record *own = record_of(a2a, ranks);
   memset(own, 0, a2a->record_bytes);
   own->status = mine;
+  own->layer = a2a->layer_id;
+  own->room = room;
   if (expert_rows) memcpy(counts_of(a2a, ranks), expert_rows, (size_t)a2a->num_experts * sizeof *expert_rows);
   else snprintf(own->why, sizeof own->why, "%s", pmoe_last_error());
   pmoe_status status = pmoei_allgather(a2a->ep, count_exchange, own, a2a->records, a2a->record_bytes);
@@ -87,11 +90,14 @@ static pmoe_status exchange_counts(pmoe_a2a *a2a, const int64_t *expert_rows, pm
     if (record->status != PMOE_OK)
       return pmoei_error(PMOE_ERR_COMM, "rank %d of the expert-parallel group gave up with %s: %.*s", rank,
                          pmoe_status_name((pmoe_status)record->status), PMOEI_WHY_BYTES, record->why);
+    if (record->layer != a2a->layer_id)
+      return pmoei_error(PMOE_ERR_MISMATCH, "rank %d is in layer %d, but rank %d is in layer %" PRId64, a2a->ep->rank,
+                         a2a->layer_id, rank, record->layer);
   }
   return PMOE_OK;
 }
 
-pmoe_status pmoei_a2a_refuse(pmoe_a2a *a2a, pmoe_status mine) { return exchange_counts(a2a, NULL, mine); }
+pmoe_status pmoei_a2a_refuse(pmoe_a2a *a2a, pmoe_status mine) { return exchange_counts(a2a, 0, NULL, mine); }
 
 /* ---- from counts to offsets ---- */
 
@@ -107,9 +113,8 @@ static int64_t rows_between(const pmoe_a2a *a2a, int32_t from, int32_t to) {
 static pmoe_status check_bounds(const pmoe_a2a *a2a) {
   int32_t ranks = a2a->ep->nranks;
   bool fixed = a2a->cfg.sizing == PMOE_SIZING_FIXED;
-  if (!fixed && a2a->cfg.max_recv_rows == 0) return PMOE_OK;
   for (int32_t to = 0; to < ranks; to++) {
-    int64_t total = 0, bucket = pmoei_a2a_bucket(a2a, to);
+    int64_t total = 0, bucket = pmoei_a2a_bucket(a2a, to), room = record_of(a2a, to)->room;
     for (int32_t from = 0; from < ranks; from++) {
       int64_t rows = rows_between(a2a, from, to);
       total += rows;
@@ -118,7 +123,10 @@ static pmoe_status check_bounds(const pmoe_a2a *a2a) {
                     " (raise max_recv_rows or lower the capacity factor)",
                     rows, from, to, bucket);
     }
-    PMOEI_REQUIRE(fixed || total <= a2a->cfg.max_recv_rows,
+    PMOEI_REQUIRE(room == 0 || total <= room,
+                  "routing sends %" PRId64 " rows to rank %d; its stash was made for max_recv_rows %" PRId64, total, to,
+                  room);
+    PMOEI_REQUIRE(fixed || a2a->cfg.max_recv_rows == 0 || total <= a2a->cfg.max_recv_rows,
                   "routing sends %" PRId64 " rows to rank %d; max_recv_rows is %" PRId64, total, to,
                   a2a->cfg.max_recv_rows);
   }
@@ -203,7 +211,7 @@ pmoe_status pmoei_plan_settle(pmoe_plan *plan, const pmoe_routing *routing, pmoe
   if (mine == PMOE_OK && plan->move.motion != PMOEI_MOTION_NONE)
     mine = pmoei_error(PMOE_ERR_STATE, "plan: a movement is under way; call pmoe_plan_finish first");
   plan->built = false;
-  PMOEI_TRY(exchange_counts(a2a, mine == PMOE_OK ? routing->expert_rows : NULL, mine));
+  PMOEI_TRY(exchange_counts(a2a, plan->room, mine == PMOE_OK ? routing->expert_rows : NULL, mine));
   PMOEI_TRY(check_bounds(a2a));
   plan->tokens = routing->tokens;
   plan->top_k = routing->top_k;

@@ -76,7 +76,7 @@ static pmoe_status check_params(pmoe_gate_params *out, const pmoe_gate *gate, co
   return PMOE_OK;
 }
 
-static pmoe_status check_step(pmoe_step *out, const pmoe_step *step, int64_t tokens) {
+pmoe_status pmoei_gate_check_step(pmoe_step *out, const pmoe_step *step, int64_t tokens) {
   *out = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
   if (!step) return PMOE_OK;
   PMOEI_TRY(PMOEI_CONFIG_READ(out, step));
@@ -108,7 +108,7 @@ static pmoe_status check_common(pmoei_gate_call *call, const pmoe_gate *gate, co
   int64_t tokens = x->rows;
   PMOEI_REQUIRE(tokens <= (INT64_MAX >> 8) / gate->cfg.num_experts,
                 "x->rows is %lld; at most (2^55 - 1) / num_experts was expected", (long long)tokens);
-  PMOEI_TRY(check_step(&call->step, step, tokens));
+  PMOEI_TRY(pmoei_gate_check_step(&call->step, step, tokens));
   PMOEI_TRY(check_routing(&call->routing, routing, tokens));
   call->gate = gate;
   call->x = *x;

@@ -91,6 +91,8 @@ size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);
 
 /* gate_check.c */
 pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe_gate_config *cfg);
+/* A step for `tokens` tokens; NULL: evaluation, no mask. */
+pmoe_status pmoei_gate_check_step(pmoe_step *out, const pmoe_step *step, int64_t tokens);
 pmoe_status pmoei_gate_check_forward(pmoei_gate_call *call, const pmoe_gate *gate, const pmoe_gate_params *params,
                                      const pmoe_step *step, const pmoe_mat *x, const pmoe_routing *routing,
                                      const pmoe_gate_stats *stats);

@@ -164,13 +164,20 @@ static pmoe_status check_param_sizes(const pmoe_layer *layer) {
   return PMOE_OK;
 }
 
+/* Says in which part's configuration the error is. */
+static pmoe_status in_part(const char *part, pmoe_status status) {
+  return status == PMOE_OK ? PMOE_OK : pmoei_error(status, "%s: %s", part, pmoe_last_error());
+}
+
 /* The parts check their own configurations. The router and the branch need no group, so their errors are known before
  * any communication. */
 static pmoe_status create_local_parts(pmoe_layer *layer) {
   pmoe_ctx *ctx = layer->ctx;
-  PMOEI_TRY(pmoe_gate_create(ctx, layer->cfg.hidden, layer->cfg.layer_id, &layer->gate_cfg, &layer->gate));
+  PMOEI_TRY(
+      in_part("gate", pmoe_gate_create(ctx, layer->cfg.hidden, layer->cfg.layer_id, &layer->gate_cfg, &layer->gate)));
   if (layer->cfg.residual)
-    PMOEI_TRY(pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual));
+    PMOEI_TRY(
+        in_part("residual", pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual)));
   return check_param_sizes(layer);
 }
 
@@ -193,6 +200,8 @@ static pmoe_status create_spread_parts(pmoe_layer *layer) {
   PMOEI_TRY(pmoe_a2a_create(ctx, layer->ep, layer->cfg.hidden, layer->experts_cfg.dtype, gate->num_experts, capacity,
                             &layer->a2a_cfg, &layer->a2a));
   PMOEI_TRY(pmoe_experts_create(ctx, layer->cfg.hidden, layer->num_local, &layer->experts_cfg, &layer->experts));
+  layer->a2a->layer_id = layer->cfg.layer_id;
+  snprintf(layer->backward_name, sizeof layer->backward_name, "pmoe_layer_backward (layer %d)", layer->cfg.layer_id);
   pmoei_layer_list_params(layer);
   return PMOE_OK;
 }
@@ -200,7 +209,7 @@ static pmoe_status create_spread_parts(pmoe_layer *layer) {
 /* A probe of the experts' configuration before any group is known: no expert, the same checks. */
 static pmoe_status check_experts_config(const pmoe_layer *layer) {
   pmoe_experts *probe;
-  PMOEI_TRY(pmoe_experts_create(layer->ctx, layer->cfg.hidden, 0, &layer->experts_cfg, &probe));
+  PMOEI_TRY(in_part("experts", pmoe_experts_create(layer->ctx, layer->cfg.hidden, 0, &layer->experts_cfg, &probe)));
   pmoe_experts_destroy(probe);
   return PMOE_OK;
 }

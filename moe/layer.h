@@ -40,6 +40,7 @@ struct pmoe_layer {
   pmoe_experts_config experts_cfg;
   pmoe_residual_config residual_cfg;
   int32_t first_expert, num_local;
+  char backward_name[48];              /* of its agreement: ranks in different layers notice */
   int64_t pre_cols, residual_pre_cols; /* F, or 2F if gated; 0 without a branch */
   pmoe_gate *gate;
   pmoe_a2a *a2a;

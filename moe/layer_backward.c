@@ -215,7 +215,7 @@ pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss
   pmoei_bound bound;
   pmoe_status status = check_call(layer, stash, loss_scale, dy, dx, which, &bound);
   bool collective = which != PMOE_BWD_WEIGHT;
-  if (collective) status = pmoei_comm_agree(layer->ep, "pmoe_layer_backward", status);
+  if (collective) status = pmoei_comm_agree(layer->ep, layer->backward_name, status);
   PMOEI_TRY(status);
   status = run(layer, stash, &bound, loss_scale, dy, dx, which);
   if (status != PMOE_OK) {

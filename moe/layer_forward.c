@@ -31,14 +31,13 @@ static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_s
                               const pmoe_mat *y, pmoe_step *step_out, pmoei_bound *bound) {
   PMOEI_REQUIRE_POINTER(stash);
   PMOEI_REQUIRE(stash->layer == layer, "stash was made for another layer");
-  *step_out = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
-  if (step) PMOEI_TRY(PMOEI_CONFIG_READ(step_out, step));
   PMOEI_TRY(pmoei_check_mat(x, "x", layer->experts_cfg.dtype, -1, layer->cfg.hidden));
   PMOEI_REQUIRE(x->rows <= stash->cfg.max_tokens,
                 "x->rows is %" PRId64 "; at most the stash's max_tokens (%" PRId64 ") was expected", x->rows,
                 stash->cfg.max_tokens);
   PMOEI_TRY(pmoei_check_mat(y, "y", layer->experts_cfg.dtype, x->rows, layer->cfg.hidden));
   PMOEI_TRY(pmoei_check_apart(y, "y", x, "x"));
+  PMOEI_TRY(pmoei_gate_check_step(step_out, step, x->rows));
   return pmoei_layer_bound(layer, false, bound);
 }
 

@@ -65,9 +65,6 @@ void pmoei_stash_place_tokens(pmoe_stash *stash, int64_t tokens) {
 pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows) {
   pmoe_layer *layer = stash->layer;
   if (rows > stash->row_capacity) {
-    PMOEI_REQUIRE(stash->cfg.max_recv_rows == 0,
-                  "routing brings %" PRId64 " rows to this rank; the stash was made for max_recv_rows %" PRId64, rows,
-                  stash->cfg.max_recv_rows);
     pmoei_free(layer->ctx, stash->row_block, stash->row_bytes);
     stash->row_block = NULL;
     stash->row_bytes = 0;
@@ -97,6 +94,8 @@ static pmoe_status read_config(const pmoe_layer *layer, const pmoe_stash_config 
   PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
                 "config->max_recv_rows is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_recv_rows,
                 PMOEI_MAX_ROWS);
+  PMOEI_REQUIRE(cfg->split_backward == 0 || cfg->split_backward == 1,
+                "config->split_backward is %d; 0 or 1 was expected", cfg->split_backward);
   const pmoe_a2a_config *a2a = &layer->a2a_cfg;
   bool fixed = a2a->sizing == PMOE_SIZING_FIXED;
   PMOEI_REQUIRE(!fixed || cfg->max_tokens <= a2a->max_tokens,
@@ -168,6 +167,7 @@ pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *config
   stash->cfg = cfg;
   pmoei_layer_retain(layer);
   pmoe_status status = pmoe_plan_create(layer->a2a, &stash->plan);
+  if (status == PMOE_OK) stash->plan->room = cfg.max_recv_rows;
   if (status == PMOE_OK) status = take_blocks(stash, mem);
   if (status != PMOE_OK) {
     pmoe_stash_destroy(stash);

@@ -12,9 +12,9 @@ typedef enum pmoe_log_level { PMOE_LOG_ERROR, PMOE_LOG_WARN, PMOE_LOG_INFO } pmo
 extern "C" {
 #endif
 
-/* The host's memory. Every byte the library takes while a context lives comes from here. `align` is a power of two up
- * to 4096. alloc returns NULL when out of memory; release gets the same bytes, kind and stream back. Called from the
- * thread that calls the library. */
+/* The host's memory: what the library takes while a context lives comes from here, apart from hubs, MPI's bookkeeping
+ * and what matrix libraries keep for themselves. `align` is a power of two up to 4096. alloc returns NULL when out of
+ * memory; release gets the same bytes, kind and stream back. Called from the thread that calls the library. */
 typedef struct pmoe_allocator {
   size_t size;
   void *user;

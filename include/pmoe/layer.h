@@ -23,8 +23,10 @@ typedef struct pmoe_layer_config {
 
 typedef struct pmoe_stash_config {
   size_t size;
-  int64_t max_tokens;     /* largest T this stash serves */
-  int64_t max_recv_rows;  /* largest R; 0: the a2a's bound, or (eager without a bound) grow with what comes */
+  int64_t max_tokens; /* largest T this stash serves */
+  /* Largest R; more is an error on every rank of the group (ERR_ARG). 0: the a2a's bound, or (eager without a bound)
+   * grow with what comes, up to a sixteenth beyond it. */
+  int64_t max_recv_rows;
   int32_t split_backward; /* 1: room for backward in two parts (PMOE_BWD_INPUT, then PMOE_BWD_WEIGHT) */
 } pmoe_stash_config;
 
