@@ -1,0 +1,426 @@
+// cvt in all its forms, and the comparisons and selections that depend on type.
+#include "decode.h"
+#include <algorithm>
+
+namespace ptxvm {
+
+namespace {
+
+enum Flag : uint8_t { kFtz = 1, kSaturate = 2, kRelu = 4 };
+
+double read_float(Type type, Lane v) {
+  switch (type) {
+  case Type::F32: return static_cast<double>(f32_of(v));
+  case Type::F64: return f64_of(v);
+  case Type::F16: return f16_of(v);
+  default: return bf16_of(v);
+  }
+}
+
+uint64_t write_float(const Instruction &i, Type type, double v, Rounding rounding) {
+  if (i.imm & kSaturate) v = v != v ? 0 : std::min(std::max(v, 0.0), 1.0);
+  if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+  switch (type) {
+  case Type::F64: return bits_of(v);
+  case Type::F16: return f16_bits(v, rounding);
+  case Type::BF16: return bf16_bits(v, rounding);
+  case Type::TF32: return v != v ? 0x7fffffff : static_cast<uint64_t>(encode_float(v, kTF32, rounding, false)) << 13;
+  default: {
+    float f = to_f32(v, rounding);
+    return bits_of(i.imm & kFtz ? flush(f) : f);
+  }
+  }
+}
+
+// The two types and the rounding ride in the instruction.
+struct CvtTypes {
+  Type to, from;
+  Rounding rounding;
+  bool rounds_to_integer;
+};
+CvtTypes types_of(const Instruction &i) {
+  return {static_cast<Type>(i.size), static_cast<Type>(i.count), static_cast<Rounding>(i.mode), i.sync};
+}
+
+void float_to_float(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]);
+  Lane *d = c.lanes(i.dst);
+  CvtTypes t = types_of(i);
+  for_lanes(mask, [&](int l) {
+    double v = read_float(t.from, a[l]);
+    if ((i.imm & kFtz) && t.from == Type::F32) v = static_cast<double>(flush(static_cast<float>(v)));
+    if (t.rounds_to_integer) v = round_to_integer(v, t.rounding);
+    d[l] = write_float(i, t.to, v, t.rounding);
+  });
+}
+
+template <class T> T float_to_int_value(double v) {
+  // NaN gives 0 in 32 bits and fewer, the most negative number in 64.
+  if (v != v) return sizeof(T) == 8 ? static_cast<T>(1ull << 63) : 0;
+  constexpr int bits = 8 * sizeof(T) - (std::is_signed_v<T> ? 1 : 0);
+  double limit = std::ldexp(1.0, bits);
+  if (v >= limit) return std::numeric_limits<T>::max();
+  if (v < (std::is_signed_v<T> ? -limit : 0)) return std::numeric_limits<T>::min();
+  return static_cast<T>(v);
+}
+
+template <class T> void float_to_int(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]);
+  Lane *d = c.lanes(i.dst);
+  CvtTypes t = types_of(i);
+  for_lanes(mask, [&](int l) {
+    double v = read_float(t.from, a[l]);
+    if ((i.imm & kFtz) && t.from == Type::F32) v = static_cast<double>(flush(static_cast<float>(v)));
+    d[l] = widen<T>(float_to_int_value<T>(round_to_integer(v, t.rounding)));
+  });
+}
+
+template <class T> void int_to_float(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]);
+  Lane *d = c.lanes(i.dst);
+  CvtTypes t = types_of(i);
+  using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+  for_lanes(mask, [&](int l) {
+    Wide v = narrow<T>(a[l]);
+    if (t.to == Type::F32)
+      d[l] = bits_of(to_f32(v, t.rounding));
+    else if (t.to == Type::F64)
+      d[l] = bits_of(to_f64(v, t.rounding));
+    else { // 64 bits do not fit a double: round to odd, then to the format
+      double near = to_f64(v, Rounding::Zero);
+      if (static_cast<Wide>(near) != v) near = bits_as<double>(bits_as<uint64_t>(near) | 1);
+      d[l] = write_float(i, t.to, near, t.rounding);
+    }
+    if ((i.imm & kSaturate) && t.to == Type::F32) d[l] = bits_of(std::min(std::max(f32_of(d[l]), 0.0f), 1.0f));
+  });
+}
+template <class T> struct ToFloatNearest {
+  float operator()(T v) const { return static_cast<float>(v); }
+};
+
+template <class To> struct Convert {
+  template <class From> To operator()(From v) const { return static_cast<To>(v); }
+};
+template <class To> struct Clamp {
+  template <class From> To operator()(From v) const {
+    __int128 wide = v, low = std::numeric_limits<To>::min(), high = std::numeric_limits<To>::max();
+    return static_cast<To>(std::min(std::max(wide, low), high));
+  }
+};
+
+// d = {cvt(a) : high half, cvt(b) : low half}
+void pack_two(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]);
+  Lane *d = c.lanes(i.dst);
+  CvtTypes t = types_of(i);
+  auto encode = [&](float f) -> uint64_t {
+    double v = static_cast<double>(f);
+    if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+    switch (t.to) {
+    case Type::F16x2: return f16_bits(v, t.rounding);
+    case Type::BF16x2: return bf16_bits(v, t.rounding);
+    case Type::E4M3x2: return encode_float(v, kE4M3, t.rounding, true);
+    default: return encode_float(v, kE5M2, t.rounding, true);
+    }
+  };
+  int shift = 4 * size_of(t.to);
+  for_lanes(mask, [&](int l) { d[l] = encode(f32_of(a[l])) << shift | encode(f32_of(b[l])); });
+}
+
+void fp8_pair_to_f16x2(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]);
+  Lane *d = c.lanes(i.dst);
+  const FloatFormat &format = types_of(i).from == Type::E4M3x2 ? kE4M3 : kE5M2;
+  for_lanes(mask, [&](int l) {
+    uint64_t low = f16_bits(decode_float(a[l] & 0xff, format)), high = f16_bits(decode_float(a[l] >> 8 & 0xff, format));
+    d[l] = high << 16 | low;
+  });
+}
+
+void f16x2_to_fp8_pair(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]);
+  Lane *d = c.lanes(i.dst);
+  CvtTypes t = types_of(i);
+  const FloatFormat &format = t.to == Type::E4M3x2 ? kE4M3 : kE5M2;
+  for_lanes(mask, [&](int l) {
+    uint64_t low = encode_float(f16_of(a[l]), format, t.rounding, true);
+    d[l] = static_cast<uint64_t>(encode_float(f16_of(a[l] >> 16), format, t.rounding, true)) << 8 | low;
+  });
+}
+
+void decode_cvt(Decoder &d) {
+  if (d.take("pack")) d.unsupported("cvt.pack");
+  bool found = false;
+  size_t integer_rounding = d.raw.text.find("ni.") != std::string::npos ||
+                            d.raw.text.find("zi.") != std::string::npos ||
+                            d.raw.text.find("mi.") != std::string::npos || d.raw.text.find("pi.") != std::string::npos;
+  Rounding rounding = d.take_rounding(Rounding::NearestEven, &found);
+  if (d.take("ftz")) d.out.imm |= kFtz;
+  if (d.take("sat")) d.out.imm |= kSaturate;
+  if (d.take("relu")) d.out.imm |= kRelu;
+  d.take("satfinite");
+  Type to = d.take_type(), from = d.take_type();
+  d.destination(0);
+  d.source(0, 1);
+  d.out.size = static_cast<uint8_t>(to);
+  d.out.count = static_cast<uint8_t>(from);
+  d.out.sync = integer_rounding;
+  d.out.mode = static_cast<uint8_t>(rounding);
+  bool to_pair = to == Type::F16x2 || to == Type::BF16x2 || to == Type::E4M3x2 || to == Type::E5M2x2;
+  if (to == Type::F16x2 && (from == Type::E4M3x2 || from == Type::E5M2x2)) {
+    d.out.handler = fp8_pair_to_f16x2;
+  } else if (to_pair && from == Type::F16x2) {
+    d.out.handler = f16x2_to_fp8_pair;
+  } else if (to_pair) {
+    if (from != Type::F32 || d.count() < 3) d.unsupported("this packing");
+    d.source(1, 2);
+    d.out.handler = pack_two;
+  } else if (is_float(from) && (is_float(to) || to == Type::TF32)) {
+    if (!found && size_of(to) >= size_of(from)) d.out.mode = static_cast<uint8_t>(Rounding::NearestEven);
+    d.out.handler = float_to_float;
+  } else if (is_float(from)) {
+    if (!found) d.unsupported("a float to integer conversion needs a rounding");
+    with_integer_type(to, [&](auto t) { d.out.handler = float_to_int<decltype(t)>; });
+  } else if (is_float(to)) {
+    with_integer_type(from, [&](auto t) {
+      using T = decltype(t);
+      bool plain = to == Type::F32 && rounding == Rounding::NearestEven && !d.out.imm;
+      d.out.handler = plain ? unary<float, T, ToFloatNearest<T>> : int_to_float<T>;
+    });
+  } else {
+    with_integer_type(to, [&](auto t) {
+      using To = decltype(t);
+      with_integer_type(from, [&](auto f) {
+        using From = decltype(f);
+        d.out.handler = d.out.imm & kSaturate ? unary<To, From, Clamp<To>> : unary<To, From, Convert<To>>;
+      });
+    });
+  }
+}
+
+// ---- Comparison
+
+enum Comparison : uint8_t { kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan };
+
+template <int kCompare> struct Compare {
+  template <class T> bool operator()(T a, T b) const {
+    bool unordered = a != a || b != b;
+    switch (kCompare) {
+    case kEq: return a == b;
+    case kNe: return !unordered && a != b;
+    case kLt: return a < b;
+    case kLe: return a <= b;
+    case kGt: return a > b;
+    case kGe: return a >= b;
+    case kEqu: return unordered || a == b;
+    case kNeu: return a != b;
+    case kLtu: return unordered || a < b;
+    case kLeu: return unordered || a <= b;
+    case kGtu: return unordered || a > b;
+    case kGeu: return unordered || a >= b;
+    case kNum: return !unordered;
+    default: return unordered;
+    }
+  }
+};
+
+struct HalfValue {}; // tags for reading operands as f16 and bf16
+struct BrainValue {};
+template <class T> auto compare_operand(Lane v, bool ftz) {
+  if constexpr (std::is_same_v<T, HalfValue>)
+    return f16_of(v);
+  else if constexpr (std::is_same_v<T, BrainValue>)
+    return bf16_of(v);
+  else if constexpr (std::is_same_v<T, float>)
+    return ftz ? flush(f32_of(v)) : f32_of(v);
+  else
+    return narrow<T>(v);
+}
+
+template <class T, int kCompare> uint32_t compare(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]);
+  bool ftz = i.imm & kFtz;
+  uint32_t result = 0;
+  for_lanes(mask, [&](int l) {
+    bool yes = Compare<kCompare>()(compare_operand<T>(a[l], ftz), compare_operand<T>(b[l], ftz));
+    result |= static_cast<uint32_t>(yes) << l;
+  });
+  return result;
+}
+
+uint32_t combine(const Instruction &i, uint32_t value, uint32_t with) {
+  return i.mode == 1 ? value & with : i.mode == 2 ? value | with : i.mode == 3 ? value ^ with : value;
+}
+
+void set_pred(Context &c, Ref r, uint32_t mask, uint32_t value) {
+  uint32_t &d = c.pred(r);
+  d = (d & ~mask) | (value & mask);
+}
+
+template <class T, int kCompare> void setp(Context &c, const Instruction &i, uint32_t mask) {
+  uint32_t value = compare<T, kCompare>(c, i, mask), with = i.mode ? c.pred_source(i, 2) : 0;
+  set_pred(c, i.dst, mask, combine(i, value, with));
+  if (i.pair.exists()) set_pred(c, i.pair, mask, combine(i, ~value, with));
+}
+
+template <class T, int kCompare> void set(Context &c, const Instruction &i, uint32_t mask) {
+  uint32_t value = combine(i, compare<T, kCompare>(c, i, mask), i.mode ? c.pred_source(i, 2) : 0);
+  Lane *d = c.lanes(i.dst);
+  Lane yes = static_cast<Lane>(i.target == 0 ? 0xffffffffu : static_cast<uint32_t>(i.target));
+  for_lanes(mask, [&](int l) { d[l] = value >> l & 1 ? yes : 0; });
+}
+
+// Packed comparisons: two predicates, or a mask of two halves.
+template <class T, int kCompare> void compare_pair(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]);
+  uint32_t low = 0, high = 0;
+  for_lanes(mask, [&](int l) {
+    auto test = [&](int s) {
+      return Compare<kCompare>()(compare_operand<T>(a[l] >> s, false), compare_operand<T>(b[l] >> s, false));
+    };
+    low |= static_cast<uint32_t>(test(0)) << l;
+    high |= static_cast<uint32_t>(test(16)) << l;
+  });
+  uint32_t with = i.mode ? c.pred_source(i, 2) : 0;
+  low = combine(i, low, with), high = combine(i, high, with);
+  if (i.sync) { // set: target holds what "true" is in one half
+    Lane *d = c.lanes(i.dst);
+    uint32_t yes = static_cast<uint32_t>(i.target) & 0xffff;
+    for_lanes(mask, [&](int l) { d[l] = (low >> l & 1 ? yes : 0) | (high >> l & 1 ? yes << 16 : 0); });
+  } else {
+    set_pred(c, i.dst, mask, low);
+    if (i.pair.exists()) set_pred(c, i.pair, mask, high);
+  }
+}
+
+template <class T, template <class, int> class Make> Handler comparison_handler(int which) {
+  static const Handler handlers[] = {
+      Make<T, 0>::handler,  Make<T, 1>::handler,  Make<T, 2>::handler,  Make<T, 3>::handler, Make<T, 4>::handler,
+      Make<T, 5>::handler,  Make<T, 6>::handler,  Make<T, 7>::handler,  Make<T, 8>::handler, Make<T, 9>::handler,
+      Make<T, 10>::handler, Make<T, 11>::handler, Make<T, 12>::handler, Make<T, 13>::handler};
+  return handlers[which];
+}
+template <class T, int k> struct MakeSetp { static constexpr Handler handler = setp<T, k>; };
+template <class T, int k> struct MakeSet { static constexpr Handler handler = set<T, k>; };
+template <class T, int k> struct MakePair { static constexpr Handler handler = compare_pair<T, k>; };
+
+template <template <class, int> class Make> Handler scalar_comparison(Type type, int which) {
+  Handler handler = nullptr;
+  if (type == Type::F32) return comparison_handler<float, Make>(which);
+  if (type == Type::F64) return comparison_handler<double, Make>(which);
+  if (type == Type::F16) return comparison_handler<HalfValue, Make>(which);
+  if (type == Type::BF16) return comparison_handler<BrainValue, Make>(which);
+  with_integer_type(type, [&](auto t) {
+    if constexpr (sizeof(t) > 1) handler = comparison_handler<decltype(t), Make>(which);
+  });
+  if (!handler) throw Unsupported("comparison of this type");
+  return handler;
+}
+
+int take_comparison(Decoder &d, Type type) {
+  int k = d.take_one_of({"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"});
+  if (k >= 0) return k;
+  k = d.take_one_of({"lo", "ls", "hi", "hs"});
+  if (k < 0) d.unsupported("which comparison");
+  (void)type;
+  return kLt + k;
+}
+
+void take_combination(Decoder &d, size_t operand) {
+  d.out.mode = static_cast<uint8_t>(d.take_one_of({"and", "or", "xor"}) + 1);
+  if (d.out.mode) d.pred_source(2, operand);
+}
+
+void decode_setp(Decoder &d) {
+  if (d.take("ftz")) d.out.imm |= kFtz;
+  Type type = d.take_type();
+  int which = take_comparison(d, type);
+  take_combination(d, 3);
+  d.destination(0);
+  d.source(0, 1);
+  d.source(1, 2);
+  if (type == Type::F16x2)
+    d.out.handler = comparison_handler<HalfValue, MakePair>(which);
+  else if (type == Type::BF16x2)
+    d.out.handler = comparison_handler<BrainValue, MakePair>(which);
+  else
+    d.out.handler = scalar_comparison<MakeSetp>(type, which);
+}
+
+int32_t true_value(Type to) {
+  switch (to) {
+  case Type::F32: return 0x3f800000;
+  case Type::F16:
+  case Type::F16x2: return 0x3c00;
+  case Type::BF16:
+  case Type::BF16x2: return 0x3f80;
+  case Type::U16:
+  case Type::S16: return 0xffff;
+  default: return 0; // all ones
+  }
+}
+
+void decode_set(Decoder &d) {
+  if (d.take("ftz")) d.out.imm |= kFtz;
+  Type to = d.take_type(), type = d.take_type();
+  int which = take_comparison(d, type);
+  take_combination(d, 3);
+  d.destination(0);
+  d.source(0, 1);
+  d.source(1, 2);
+  d.out.target = true_value(to);
+  if (type == Type::F16x2 || type == Type::BF16x2) {
+    d.out.sync = true;
+    if (d.out.target == 0) d.out.target = 0xffff;
+    d.out.handler = type == Type::F16x2 ? comparison_handler<HalfValue, MakePair>(which)
+                                        : comparison_handler<BrainValue, MakePair>(which);
+  } else {
+    d.out.handler = scalar_comparison<MakeSet>(type, which);
+  }
+}
+
+template <class T> void selp(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]);
+  Lane *d = c.lanes(i.dst);
+  uint32_t p = c.pred_source(i, 2);
+  for_lanes(mask, [&](int l) { d[l] = widen<T>(narrow<T>(p >> l & 1 ? a[l] : b[l])); });
+}
+
+void slct(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]), *e = c.lanes(i.src[2]);
+  Lane *d = c.lanes(i.dst);
+  for_lanes(mask, [&](int l) {
+    bool first = i.mode ? f32_of(e[l]) >= 0 : static_cast<int32_t>(e[l]) >= 0;
+    d[l] = first ? a[l] : b[l];
+  });
+}
+
+Type as_bits(Type type) {
+  int size = size_of(type);
+  return size == 8 ? Type::B64 : size == 4 ? Type::B32 : size == 2 ? Type::B16 : Type::B8;
+}
+
+} // namespace
+
+void add_conversion_instructions(DecodeTable &t) {
+  t["cvt"] = decode_cvt;
+  t["setp"] = decode_setp;
+  t["set"] = decode_set;
+  t["selp"] = [](Decoder &d) {
+    d.destination(0);
+    d.source(0, 1);
+    d.source(1, 2);
+    d.pred_source(2, 3);
+    with_integer_type(as_bits(d.take_type()), [&](auto v) { d.out.handler = selp<decltype(v)>; });
+  };
+  t["slct"] = [](Decoder &d) {
+    d.take_type();
+    d.take("ftz");
+    d.out.mode = d.take_type() == Type::F32;
+    d.destination(0);
+    for (int k = 0; k < 3; k++) d.source(k, static_cast<size_t>(k) + 1);
+    d.out.handler = slct;
+  };
+}
+
+} // namespace ptxvm

@@ -1,0 +1,57 @@
+// Inside of the runtime: stream, event and graph objects.
+#pragma once
+#include "runtime.h"
+#include <deque>
+#include <map>
+#include <set>
+
+namespace ptxvm {
+
+struct Task {
+  uint64_t number; // over all streams, in the order of the calls
+  std::string name;
+  Work work;
+  Ready ready;
+};
+
+struct GraphNode {
+  std::string name;
+  Work work;
+  Ready ready;
+  std::set<size_t> after;
+};
+
+struct Graph {
+  std::vector<GraphNode> nodes;
+};
+
+struct Capture {
+  std::shared_ptr<Graph> graph = std::make_shared<Graph>();
+  cudaStreamCaptureMode mode;
+  struct Stream *origin;
+  std::set<struct Stream *> streams;
+  bool broken = false;
+  unsigned long long id;
+};
+
+struct Stream {
+  int device = 0;
+  bool legacy = false, blocking = true; // blocking: ordered with the legacy stream
+  int priority = 0;
+  std::deque<Task> queue;
+  std::shared_ptr<Capture> capture;
+  std::set<size_t> tail; // nodes the next captured node comes after
+};
+
+struct Event {
+  int device = 0;
+  uint64_t recorded = 0, completed = 0;
+  bool timing = true;
+  std::shared_ptr<Capture> capture; // recorded inside one
+  std::set<size_t> nodes;
+};
+
+Stream *stream_of(cudaStream_t handle); // nullptr for an unknown one
+Event *event_of(cudaEvent_t handle);
+
+} // namespace ptxvm
