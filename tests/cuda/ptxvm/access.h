@@ -2,6 +2,7 @@
 #pragma once
 #include "engine.h"
 #include "report.h"
+#include <algorithm>
 #include <cstring>
 
 namespace ptxvm {
@@ -27,14 +28,16 @@ void observe(Context &c, const Instruction &i, const Footprint &footprint, Acces
 [[noreturn]] void misaligned(Context &c, const Instruction &i, int lane, uint64_t address, int bytes);
 [[noreturn]] void uninitialised(Context &c, const Instruction &i, int lane, uint64_t offset, int bytes);
 
-inline bool all_written(const uint8_t *written, int bytes) {
-  for (; bytes >= 4; bytes -= 4, written += 4) {
-    uint32_t word;
-    memcpy(&word, written, 4);
-    if (word != 0x01010101u) return false;
+// Copies of whole structs read padding that nobody wrote, so an element, and at least a word, counts as written when
+// any of its bytes is. Elements that nothing uses do not matter: the compiler widens loads beyond what is needed.
+inline bool every_element_written(const Instruction &i, const uint8_t *written, int bytes) {
+  const int element = i.size, part = std::min(bytes, std::max(element, 4));
+  for (int at = 0; at < bytes; at += part) {
+    if (i.unused && i.unused >> at / element & 1) continue;
+    uint64_t any = 0;
+    memcpy(&any, written + at, static_cast<size_t>(std::min(part, 8)));
+    if (!any) return false;
   }
-  for (; bytes > 0; bytes--)
-    if (!*written++) return false;
   return true;
 }
 
@@ -45,7 +48,8 @@ inline Place locate(Context &c, const Instruction &i, int lane, uint64_t address
     uint64_t offset = address & 0xffffffff;
     if (offset + static_cast<uint64_t>(bytes) <= c.launch->shared_size) {
       uint8_t *written = c.block->shared_written.data() + offset;
-      if (kind != AccessKind::Write && !all_written(written, bytes)) uninitialised(c, i, lane, offset, bytes);
+      if (kind != AccessKind::Write && !every_element_written(i, written, bytes))
+        uninitialised(c, i, lane, offset, bytes);
       if (kind != AccessKind::Read) memset(written, 1, static_cast<size_t>(bytes));
       return {c.block->shared.data() + offset, Space::Shared, offset};
     }

@@ -109,6 +109,7 @@ void decode_atomic(Decoder &d, bool returns) {
   int op = d.take_one_of({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
   if (op < 0) d.unsupported("which operation");
   Type type = d.take_type();
+  d.out.size = static_cast<uint8_t>(size_of(type));
   size_t first = returns ? 1 : 0;
   if (returns) d.destination(0);
   d.address(0, first);

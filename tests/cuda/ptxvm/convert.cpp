@@ -18,7 +18,7 @@ double read_float(Type type, Lane v) {
 }
 
 uint64_t write_float(const Instruction &i, Type type, double v, Rounding rounding) {
-  if (i.imm & kSaturate) v = v != v ? 0 : std::min(std::max(v, 0.0), 1.0);
+  if (i.imm & kSaturate) v = v > 0 ? std::min(v, 1.0) : 0.0;
   if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
   switch (type) {
   case Type::F64: return bits_of(v);
@@ -91,7 +91,8 @@ template <class T> void int_to_float(Context &c, const Instruction &i, uint32_t 
       if (static_cast<Wide>(near) != v) near = bits_as<double>(bits_as<uint64_t>(near) | 1);
       d[l] = write_float(i, t.to, near, t.rounding);
     }
-    if ((i.imm & kSaturate) && t.to == Type::F32) d[l] = bits_of(std::min(std::max(f32_of(d[l]), 0.0f), 1.0f));
+    if ((i.imm & kSaturate) && t.to == Type::F32)
+      d[l] = bits_of(f32_of(d[l]) > 0 ? std::min(f32_of(d[l]), 1.0f) : 0.0f);
   });
 }
 template <class T> struct ToFloatNearest {
@@ -317,12 +318,11 @@ template <template <class, int> class Make> Handler scalar_comparison(Type type,
   return handler;
 }
 
-int take_comparison(Decoder &d, Type type) {
+int take_comparison(Decoder &d) {
   int k = d.take_one_of({"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"});
   if (k >= 0) return k;
   k = d.take_one_of({"lo", "ls", "hi", "hs"});
   if (k < 0) d.unsupported("which comparison");
-  (void)type;
   return kLt + k;
 }
 
@@ -334,9 +334,10 @@ void take_combination(Decoder &d, size_t operand) {
 void decode_setp(Decoder &d) {
   if (d.take("ftz")) d.out.imm |= kFtz;
   Type type = d.take_type();
-  int which = take_comparison(d, type);
+  int which = take_comparison(d);
   take_combination(d, 3);
   d.destination(0);
+  if (d.operand(0).kind == Operand::Sink) d.out.dst = d.pred_sink();
   d.source(0, 1);
   d.source(1, 2);
   if (type == Type::F16x2)
@@ -363,7 +364,7 @@ int32_t true_value(Type to) {
 void decode_set(Decoder &d) {
   if (d.take("ftz")) d.out.imm |= kFtz;
   Type to = d.take_type(), type = d.take_type();
-  int which = take_comparison(d, type);
+  int which = take_comparison(d);
   take_combination(d, 3);
   d.destination(0);
   d.source(0, 1);

@@ -95,10 +95,11 @@ const char *cudaGetErrorName(cudaError_t error) {
 #define NAME(e)                                                                                                        \
   case e: return #e;
     NAME(cudaSuccess)
-    NAME(cudaErrorInvalidValue) NAME(cudaErrorMemoryAllocation) NAME(cudaErrorInvalidConfiguration)
-        NAME(cudaErrorInvalidPitchValue) NAME(cudaErrorInvalidSymbol) NAME(cudaErrorInvalidMemcpyDirection)
-            NAME(cudaErrorInvalidDeviceFunction) NAME(cudaErrorInvalidDevice) NAME(cudaErrorInvalidResourceHandle)
-                NAME(cudaErrorIllegalState) NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered)
+    NAME(cudaErrorInvalidValue)
+    NAME(cudaErrorMemoryAllocation) NAME(cudaErrorInvalidConfiguration) NAME(cudaErrorInvalidPitchValue)
+        NAME(cudaErrorInvalidSymbol) NAME(cudaErrorInvalidMemcpyDirection) NAME(cudaErrorInvalidDeviceFunction)
+            NAME(cudaErrorInvalidDevice) NAME(cudaErrorInvalidResourceHandle) NAME(cudaErrorIllegalState)
+                NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered)
                     NAME(cudaErrorHostMemoryNotRegistered) NAME(cudaErrorLaunchOutOfResources)
                         NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
                             NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)

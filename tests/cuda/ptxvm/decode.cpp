@@ -119,7 +119,9 @@ uint64_t Decoder::symbol_value(const Symbol &symbol) const {
 
 Ref Decoder::ref(const Operand &operand) {
   switch (operand.kind) {
-  case Operand::Register: return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Window};
+  case Operand::Register:
+    if (is_pred(operand)) return pred_ref(operand.reg);
+    return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Window};
   case Operand::Special: return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Special};
   case Operand::Immediate: return constant(static_cast<uint64_t>(operand.value));
   case Operand::Sink: return {static_cast<int64_t>(function.register_is_pred.size()) * kSlotBytes, Base::Window};
@@ -136,7 +138,7 @@ Ref Decoder::ref(const Operand &operand) {
 
 void Decoder::destination(size_t k) {
   out.dst = ref(operand(k));
-  if (operand(k).pair >= 0) out.pair = {static_cast<int64_t>(operand(k).pair) * kSlotBytes, Base::Window};
+  if (operand(k).pair >= 0) out.pair = pred_ref(operand(k).pair);
 }
 
 void Decoder::source(int slot, size_t k) { out.src[slot] = ref(operand(k)); }
@@ -189,7 +191,7 @@ static void run_unsupported(Context &c, const Instruction &i, uint32_t mask) {
 static void decode(Program &program, const Function &function, const RawInstruction &raw, Instruction &out) {
   out.raw = &raw;
   out.index = program.instruction_count++;
-  if (raw.guard >= 0) out.guard = raw.guard * kSlotBytes;
+  if (raw.guard >= 0) out.guard = raw.guard * kPredBytes;
   out.guard_flip = raw.guard_negated ? kAllLanes : 0;
   Decoder decoder(program, function, raw, out);
   std::string why;

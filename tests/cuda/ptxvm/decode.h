@@ -44,6 +44,8 @@ public:
   void address(int slot, size_t k); // fills imm as well
   Ref ref(const Operand &operand);
   Ref constant(uint64_t value);
+  static Ref pred_ref(int reg) { return {static_cast<int64_t>(reg) * kPredBytes, Base::Pred}; }
+  Ref pred_sink() const { return pred_ref(static_cast<int>(function.register_is_pred.size())); }
   std::vector<Ref> refs(const Operand &operand); // of a vector, or the single one
   Extra &extra();
   bool is_pred(const Operand &operand) const;

@@ -64,7 +64,7 @@ const Frame *Warp::push_frame(const Frame *parent, const Code *code, const Instr
   uint32_t local = parent ? parent->local_base + parent->code->local_size : 0;
   frames.push_back({parent, code, call, window, local, return_pc, parent ? parent->depth + 1 : 0});
   size_t lanes_needed = (window + code->window_bytes) / sizeof(Lane);
-  if (registers.size() < lanes_needed) registers.resize(lanes_needed);
+  if (registers.size() < lanes_needed) registers.resize(lanes_needed), preds.resize(lanes_needed / kLanes);
   ensure_local(local + code->local_size);
   return &frames.back();
 }
@@ -265,7 +265,7 @@ static bool run_group(Context &c, Group &g) {
   do {
     const Instruction &i = code[g.pc++];
     uint32_t mask = g.mask;
-    if (i.guard >= 0) mask &= *reinterpret_cast<const uint32_t *>(c.bases[0] + i.guard) ^ i.guard_flip;
+    if (i.guard >= 0) mask &= *reinterpret_cast<const uint32_t *>(c.bases[3] + i.guard) ^ i.guard_flip;
     executed += static_cast<uint64_t>(__builtin_popcount(g.mask));
     if (mask) i.handler(c, i, mask);
   } while (!c.stop && --budget > 0 && g.pc < limit);

@@ -20,7 +20,7 @@
 namespace ptxvm {
 
 constexpr int kLanes = 32;
-constexpr int kSlotBytes = kLanes * 8;
+constexpr int kSlotBytes = kLanes * 8, kPredBytes = 4; // of a register, and of one that is a predicate
 constexpr uint32_t kAllLanes = ~0u;
 using Lane = uint64_t;
 
@@ -28,7 +28,7 @@ struct Context;
 struct Instruction;
 using Handler = void (*)(Context &, const Instruction &, uint32_t mask);
 
-enum class Base : uint8_t { Window, Special, Absolute };
+enum class Base : uint8_t { Window, Special, Absolute, Pred };
 struct Ref {
   int64_t offset = -1; // -1 with base Window: no operand
   Base base = Base::Window;
@@ -49,7 +49,7 @@ struct Extra {
 
 struct Instruction {
   Handler handler = nullptr;
-  int32_t guard = -1; // offset of the guard predicate in the window
+  int32_t guard = -1; // offset of the guard among the predicates
   uint32_t guard_flip = 0;
   Ref dst, pair, src[4];
   uint32_t flip[4] = {}; // all ones for a negated predicate operand
@@ -58,6 +58,7 @@ struct Instruction {
   Space space = Space::Generic;
   uint8_t size = 0, count = 1; // bytes an element, elements an access
   uint8_t mode = 0;            // the operation's own choice
+  uint8_t unused = 0;          // elements of a vector load whose registers nobody reads
   bool sync = false;           // volatile, relaxed, acquire, release or atomic
   bool frame_relative = false; // local address of a variable: the frame's place is added
   const Extra *extra = nullptr;
@@ -133,6 +134,7 @@ struct Warp {
   int index = 0;
   uint32_t existing = 0, live = 0;
   std::vector<Lane> registers;
+  std::vector<uint32_t> preds; // apart from the others: lanes in different functions share the numbers
   std::vector<Lane> special;
   std::vector<uint8_t> local;
   uint32_t local_stride = 0;
@@ -199,7 +201,7 @@ struct Launch {
 
 // What an instruction sees. One per worker thread.
 struct Context {
-  char *bases[3] = {nullptr, nullptr, nullptr};
+  char *bases[4] = {}; // by Base
   Warp *warp = nullptr;
   Block *block = nullptr;
   Launch *launch = nullptr;
@@ -217,6 +219,7 @@ struct Context {
   void enter(const Frame *frame) {
     bases[0] = reinterpret_cast<char *>(warp->registers.data()) + frame->window;
     bases[1] = reinterpret_cast<char *>(warp->special.data());
+    bases[3] = reinterpret_cast<char *>(warp->preds.data()) + frame->window / kSlotBytes * kPredBytes;
   }
 };
 

@@ -8,8 +8,8 @@ namespace {
 
 enum Flag : uint8_t { kFtz = 1, kSaturate = 2, kRelu = 4, kNanPropagates = 8, kXorSign = 16 };
 
-float saturate(float v) { return v != v ? 0.0f : std::min(std::max(v, 0.0f), 1.0f); }
-double saturate(double v) { return v != v ? 0.0 : std::min(std::max(v, 0.0), 1.0); }
+float saturate(float v) { return v > 0 ? std::min(v, 1.0f) : 0.0f; } // NaN and -0 give +0
+double saturate(double v) { return v > 0 ? std::min(v, 1.0) : 0.0; }
 double flush(double v) { return v; } // f64 has no flushing
 using ptxvm::flush;
 template <bool kFlush, class T> T flushed(T v) { return kFlush ? flush(v) : v; }

@@ -125,6 +125,7 @@ void decode_ldmatrix(Decoder &d) {
   d.out.space = d.take_space(Space::Generic);
   if (d.take_type() != Type::B16) d.unsupported("this type");
   d.out.mode = static_cast<uint8_t>(WarpOp::LoadMatrix);
+  d.out.size = 2;
   d.extra().refs = d.refs(d.operand(0));
   d.address(0, 1);
   d.out.handler = meet_all;

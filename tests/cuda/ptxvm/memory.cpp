@@ -215,10 +215,15 @@ void decode_load(Decoder &d) {
   d.out.size = static_cast<uint8_t>(size_of(type));
   d.address(0, 1);
   bool vector = d.operand(0).kind == Operand::Vector;
-  if (vector)
+  if (vector) {
+    const auto &elements = d.operand(0).elements;
     d.extra().refs = d.refs(d.operand(0));
-  else
+    for (size_t k = 0; k < elements.size(); k++)
+      if (elements[k].reg < 0 || d.function.register_mentions[static_cast<size_t>(elements[k].reg)] == 1)
+        d.out.unused |= static_cast<uint8_t>(1u << k);
+  } else {
     d.destination(0);
+  }
   bool param = d.out.space == Space::Param;
   with_integer_type(type, [&](auto t) {
     using T = decltype(t);

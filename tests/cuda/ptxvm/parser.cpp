@@ -383,8 +383,7 @@ private:
         scopes_.back().registers[name] = first;
       }
       function_.register_is_pred.insert(function_.register_is_pred.end(), static_cast<size_t>(count), type == ".pred");
-      bool wide = type == ".b64" || type == ".u64" || type == ".s64" || type == ".f64";
-      function_.register_is_64.insert(function_.register_is_64.end(), static_cast<size_t>(count), wide);
+      function_.register_mentions.resize(function_.register_is_pred.size());
     } while (lex_.accept(','));
     lex_.expect(';');
   }
@@ -501,6 +500,7 @@ private:
       operand.kind = Operand::Sink;
     } else if (operand.reg >= 0) {
       operand.kind = Operand::Register;
+      function_.register_mentions[static_cast<size_t>(operand.reg)]++;
     } else if (find_special(word, &operand.reg)) {
       operand.kind = Operand::Special;
     } else if (Symbol *symbol = find_symbol(word)) {

@@ -98,7 +98,7 @@ struct Function {
   uint64_t id = 0; // the value of its address
   // Filled when the body is parsed.
   std::vector<bool> register_is_pred;
-  std::vector<bool> register_is_64;
+  std::vector<int> register_mentions;
   std::deque<Symbol> symbols;
   int local_size = 0; // parameters, results and local variables, per thread
   std::vector<RawInstruction> code;

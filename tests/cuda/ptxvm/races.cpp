@@ -121,11 +121,20 @@ static std::string describe(Context &c, const Instruction &i, uint32_t block, ui
   return describe_location(*function, *i.raw) + where;
 }
 
+// The toolkit's atomics on halves start their compare-and-swap loops from a plain read.
+static bool starts_toolkit_loop(const Module &module, const Instruction &i) {
+  auto file = module.files.find(i.raw->location.file);
+  return file != module.files.end() && (file->second.find("cuda_fp16.h") != std::string::npos ||
+                                        file->second.find("cuda_bf16.h") != std::string::npos);
+}
+
 static void report_race(Context &c, const char *what, const Access &old, const Access &now, Space space,
                         uint64_t address) {
   Globals &g = globals();
   if (old.instruction >= g.instruction.size() || !g.instruction[old.instruction]) return;
   const Instruction &first = *g.instruction[old.instruction], &second = *g.instruction[now.instruction];
+  const Module &module = *c.launch->program->kernel->module;
+  if ((old.sync && starts_toolkit_loop(module, second)) || (now.sync && starts_toolkit_loop(module, first))) return;
   if (!g.reported.insert({first.raw, second.raw}).second) return;
   std::string place = space == Space::Shared ? "shared memory, offset " + std::to_string(address)
                                              : "global memory, " + device_memory().describe(address, 1);

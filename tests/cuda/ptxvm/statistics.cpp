@@ -136,3 +136,5 @@ void print_statistics() {
 }
 
 } // namespace ptxvm
+
+extern "C" unsigned long long ptxvm_instructions(void) { return ptxvm::executed_instructions(); }
