@@ -33,8 +33,10 @@ bool direction_fits(const void *to, const void *from, cudaMemcpyKind kind) {
   }
 }
 
+// Pageable memory is the host's own; everything else is known to the race detector.
 void copy(void *to, const void *from, size_t size, const char *who) {
-  memmove(view(to, size, who), view(from, size, who), size);
+  const void *source = is_pinned_or_device(from) ? device_read(from, size, who) : from;
+  memmove(is_pinned_or_device(to) ? device_write(to, size, who) : to, source, size);
 }
 
 cudaError_t copy_async(const char *who, void *to, const void *from, size_t size, cudaMemcpyKind kind,
@@ -47,7 +49,7 @@ cudaError_t copy_async(const char *who, void *to, const void *from, size_t size,
   if (pageable_from) { // staged at once: the caller may change the buffer when the call returns
     auto staged =
         std::make_shared<std::vector<char>>(static_cast<const char *>(from), static_cast<const char *>(from) + size);
-    cudaError_t error = enqueue(stream, who, [=] { memcpy(view(to, size, who), staged->data(), size); });
+    cudaError_t error = enqueue(stream, who, [=] { copy(to, staged->data(), size, who); });
     return error || !pageable_to ? error : wait_for_stream(stream);
   }
   cudaError_t error = enqueue(stream, who, [=] { copy(to, from, size, who); });
@@ -194,7 +196,7 @@ cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t 
   if (!is_pinned_or_device(pointer)) return remember(cudaErrorInvalidValue);
   view(pointer, size, "cudaMemset");
   return remember(
-      enqueue(stream, "cudaMemsetAsync", [=] { memset(view(pointer, size, "cudaMemsetAsync"), value, size); }));
+      enqueue(stream, "cudaMemsetAsync", [=] { memset(device_write(pointer, size, "cudaMemsetAsync"), value, size); }));
 }
 cudaError_t cudaMemset(void *pointer, int value, size_t size) { return cudaMemsetAsync(pointer, value, size, nullptr); }
 cudaError_t cudaMemset2DAsync(void *pointer, size_t pitch, int value, size_t width, size_t height,

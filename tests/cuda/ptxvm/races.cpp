@@ -25,7 +25,7 @@ struct Released {
 using ReleasedByBlock = std::map<uint32_t, Released>;
 
 struct Access {
-  uint32_t launch = 0, block = 0, warp_clock = 0, lane_clock = 0, instruction = 0;
+  uint32_t launch = 0, task = 0, block = 0, warp_clock = 0, lane_clock = 0, instruction = 0;
   uint16_t thread = 0;
   bool sync = false;
 };
@@ -48,12 +48,26 @@ struct Pair {
 constexpr uint64_t kPageBytes = 4096;
 using Page = std::array<Pair, kPageBytes / 2>;
 
+struct LaunchRecord {
+  const Program *program = nullptr;
+  Dim grid, block;
+};
+
+struct Task {
+  std::string name;
+  uint64_t stream = 0, sequence = 0;
+  StreamClock before;
+};
+
+constexpr uint32_t kNoKernel = ~0u; // as launch: a copy or a library call
+
 struct Globals {
-  uint32_t launch = 0;
+  uint32_t launch = 0, task = 0;
+  std::vector<LaunchRecord> launches;
+  std::vector<Task> tasks{1};
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
   std::unordered_map<uint64_t, ReleasedByBlock> released; // by the address of the flag
-  std::set<std::pair<const RawInstruction *, const RawInstruction *>> reported;
-  std::vector<const Instruction *> instruction; // of the running program, by index
+  std::set<std::pair<std::string, std::string>> reported;
   uint64_t cached_page = ~0ull;
   Page *cached = nullptr;
 };
@@ -89,12 +103,28 @@ void begin_race_launch(const Launch &launch) {
   Globals &g = globals();
   g.launch = static_cast<uint32_t>(launch.serial);
   g.released.clear();
-  g.instruction.assign(launch.program->instruction_count, nullptr);
-  for (auto &entry : launch.program->codes)
-    for (const Instruction &i : entry.second->instructions) g.instruction[i.index] = &i;
+  g.launches.resize(g.launch + 1);
+  g.launches[g.launch] = {launch.program, launch.grid, launch.block};
 }
 
-static bool ordered_before(const RaceLog &log, const Access &old, const Access &now) {
+uint32_t new_race_task(const std::string &name, uint64_t stream, uint64_t sequence, StreamClock before) {
+  globals().tasks.push_back({name, stream, sequence, std::move(before)});
+  return static_cast<uint32_t>(globals().tasks.size() - 1);
+}
+void enter_race_task(uint32_t task) { globals().task = task; }
+uint32_t current_race_task() { return globals().task; }
+
+static bool task_ordered(uint32_t old, uint32_t now) {
+  const Globals &g = globals();
+  if (old == now) return true;
+  const Task &first = g.tasks[old];
+  auto it = g.tasks[now].before.find(first.stream);
+  return it != g.tasks[now].before.end() && it->second >= first.sequence;
+}
+
+static bool ordered_before(const RaceLog *of_block, const Access &old, const Access &now) {
+  if (old.launch != now.launch || !of_block) return !old.launch || task_ordered(old.task, now.task);
+  const RaceLog &log = *of_block;
   size_t old_warp = old.thread / kLanes, old_lane = old.thread % kLanes;
   size_t warp = now.thread / kLanes, lane = now.thread % kLanes;
   if (old.block != now.block) {
@@ -108,46 +138,57 @@ static bool ordered_before(const RaceLog &log, const Access &old, const Access &
   return log.warps[warp][old_warp] >= old.warp_clock;
 }
 
-static std::string describe(Context &c, const Instruction &i, uint32_t block, uint16_t thread) {
-  const Function *function = c.launch->program->kernel;
-  for (auto &entry : c.launch->program->codes)
-    if (&i >= entry.second->instructions.data() &&
-        &i < entry.second->instructions.data() + entry.second->instructions.size())
-      function = entry.first;
-  const Dim &g = c.launch->grid, &b = c.launch->block;
+static const Instruction *instruction_of(const Access &access, const Function **function) {
+  if (access.launch == kNoKernel) return nullptr;
+  for (auto &entry : globals().launches[access.launch].program->codes)
+    for (const Instruction &i : entry.second->instructions)
+      if (i.index == access.instruction) return *function = entry.first, &i;
+  return nullptr;
+}
+
+static std::string describe(const Access &access) {
+  const Globals &g = globals();
+  const Function *function = nullptr;
+  const Instruction *i = instruction_of(access, &function);
+  if (!i) return g.tasks[access.task].name;
+  const LaunchRecord &launch = g.launches[access.launch];
+  const Dim &grid = launch.grid, &b = launch.block;
+  uint32_t block = access.block, thread = access.thread;
   char where[160];
-  snprintf(where, sizeof where, ", block (%u,%u,%u), thread (%u,%u,%u)", block % g.x, block / g.x % g.y,
-           block / (g.x * g.y), thread % b.x, thread / b.x % b.y, thread / (b.x * b.y));
-  return describe_location(*function, *i.raw) + where;
+  snprintf(where, sizeof where, ", block (%u,%u,%u), thread (%u,%u,%u)", block % grid.x, block / grid.x % grid.y,
+           block / (grid.x * grid.y), thread % b.x, thread / b.x % b.y, thread / (b.x * b.y));
+  return "kernel " + demangle(launch.program->kernel->name) + "\n           at " +
+         describe_location(*function, *i->raw) + where;
 }
 
 // The toolkit's atomics on halves start their compare-and-swap loops from a plain read.
-static bool starts_toolkit_loop(const Module &module, const Instruction &i) {
-  auto file = module.files.find(i.raw->location.file);
-  return file != module.files.end() && (file->second.find("cuda_fp16.h") != std::string::npos ||
-                                        file->second.find("cuda_bf16.h") != std::string::npos);
+static bool starts_toolkit_loop(const Access &access) {
+  const Function *function = nullptr;
+  const Instruction *i = instruction_of(access, &function);
+  if (!i) return false;
+  auto file = function->module->files.find(i->raw->location.file);
+  return file != function->module->files.end() && (file->second.find("cuda_fp16.h") != std::string::npos ||
+                                                   file->second.find("cuda_bf16.h") != std::string::npos);
 }
 
-static void report_race(Context &c, const char *what, const Access &old, const Access &now, Space space,
-                        uint64_t address) {
+static void report_race(const char *what, const Access &old, const Access &now, Space space, uint64_t address) {
   Globals &g = globals();
-  if (old.instruction >= g.instruction.size() || !g.instruction[old.instruction]) return;
-  const Instruction &first = *g.instruction[old.instruction], &second = *g.instruction[now.instruction];
-  const Module &module = *c.launch->program->kernel->module;
-  if ((old.sync && starts_toolkit_loop(module, second)) || (now.sync && starts_toolkit_loop(module, first))) return;
-  if (!g.reported.insert({first.raw, second.raw}).second) return;
+  if ((old.sync && starts_toolkit_loop(now)) || (now.sync && starts_toolkit_loop(old))) return;
+  std::string first = describe(old), second = describe(now);
+  if (!g.reported.insert({first.substr(0, first.find(", block")), second.substr(0, second.find(", block"))}).second)
+    return;
   std::string place = space == Space::Shared ? "shared memory, offset " + std::to_string(address)
                                              : "global memory, " + device_memory().describe(address, 1);
-  note_fault(std::string("race, ") + what + ": " + place + "\n    kernel " + demangle(c.launch->program->kernel->name) +
-             "\n    first  " + describe(c, first, old.block, old.thread) + "\n    second " +
-             describe(c, second, now.block, now.thread));
+  const char *between = old.task == now.task ? "" : " between streams";
+  note_fault(std::string("race") + between + ", " + what + ": " + place + "\n    first  " + first + "\n    second " +
+             second);
 }
 
-static void check_cell(Context &c, const RaceLog &log, Cell &cell, const Access &now, AccessKind kind, Space space,
+static void check_cell(const RaceLog *log, Cell &cell, const Access &now, AccessKind kind, Space space,
                        uint64_t address) {
   auto conflicts = [&](const Access &old) {
-    if (old.launch != now.launch || (old.sync && now.sync)) return false;
-    if (old.block == now.block && old.thread == now.thread) return false;
+    if (!old.launch || (old.sync && now.sync)) return false;
+    if (old.launch == now.launch && log && old.block == now.block && old.thread == now.thread) return false;
     return !ordered_before(log, old, now);
   };
   bool writes = kind != AccessKind::Read;
@@ -156,17 +197,16 @@ static void check_cell(Context &c, const RaceLog &log, Cell &cell, const Access 
                     cell.write.instruction == now.instruction && cell.write.thread / kLanes == now.thread / kLanes &&
                     kind == AccessKind::Write;
   if (conflicts(cell.write) && !same_store)
-    report_race(c, writes ? "write after write" : "read after write", cell.write, now, space, address);
+    report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
   if (writes) {
     for (const Access &read : cell.reads)
-      if (conflicts(read)) report_race(c, "write after read", read, now, space, address);
+      if (conflicts(read)) report_race("write after read", read, now, space, address);
     cell.write = now;
     return;
   }
   // Keep two readers that nothing orders; a later write has to come after both.
   for (Access &read : cell.reads)
-    if (read.launch != now.launch || (read.block == now.block && read.thread == now.thread) ||
-        ordered_before(log, read, now)) {
+    if (!read.launch || ordered_before(log, read, now)) {
       read = now;
       return;
     }
@@ -185,16 +225,16 @@ static Pair &global_pair(uint64_t address) {
   return (*g.cached)[address % kPageBytes / 2];
 }
 
-static void check_bytes(Context &c, RaceLog &log, const Access &now, AccessKind kind, Space space, uint64_t address,
-                        int bytes) {
-  for (uint64_t a = address; a < address + static_cast<uint64_t>(bytes);) {
-    Pair &pair = space == Space::Shared ? log.shared[a / 2] : global_pair(a);
-    bool single = bytes == 1;
+static void check_bytes(RaceLog *log, const Access &now, AccessKind kind, Space space, uint64_t address,
+                        uint64_t bytes) {
+  for (uint64_t a = address; a < address + bytes;) {
+    Pair &pair = space == Space::Shared ? log->shared[a / 2] : global_pair(a);
+    bool single = bytes == 1 || (a & 1) || a + 1 == address + bytes;
     if (single || pair.bytes) {
-      check_cell(c, log, pair.byte(a), now, kind, space, a);
-      if (!single) check_cell(c, log, pair.byte(a + 1), now, kind, space, a + 1);
+      check_cell(log, pair.byte(a), now, kind, space, a);
+      if (!single) check_cell(log, pair.byte(a + 1), now, kind, space, a + 1);
     } else {
-      check_cell(c, log, pair.whole, now, kind, space, a);
+      check_cell(log, pair.whole, now, kind, space, a);
     }
     a += single ? 1 : 2;
   }
@@ -231,6 +271,7 @@ void log_access(Context &c, const Instruction &i, const Footprint &footprint, Ac
     if (space != Space::Shared && space != Space::Global) return;
     Access now;
     now.launch = globals().launch;
+    now.task = globals().task;
     now.block = static_cast<uint32_t>(c.block->id);
     now.thread = static_cast<uint16_t>(warp * kLanes + l);
     now.warp_clock = log.warps[warp][warp];
@@ -239,8 +280,15 @@ void log_access(Context &c, const Instruction &i, const Footprint &footprint, Ac
     now.sync = i.sync && i.raw->text.compare(0, 3, "cp.") != 0;
     if (now.sync && space == Space::Global)
       pass_visibility(log, c, warp, footprint.address[l], kind != AccessKind::Write, kind != AccessKind::Read);
-    check_bytes(c, log, now, kind, space, footprint.address[l], footprint.bytes);
+    check_bytes(&log, now, kind, space, footprint.address[l], static_cast<uint64_t>(footprint.bytes));
   });
+}
+
+void log_range(uint64_t address, uint64_t size, bool writes) {
+  Access now;
+  now.launch = kNoKernel;
+  now.task = globals().task;
+  check_bytes(nullptr, now, writes ? AccessKind::Write : AccessKind::Read, Space::Global, address, size);
 }
 
 static void sync_lanes(std::array<Clocks, kLanes> &lanes, uint32_t members) {

@@ -42,6 +42,9 @@ extern "C" long ptxvm_calls(const char *name);            // how often it was ca
 
 // The pointer through which the fakes reach memory that a program names; reports a fault when it is not all live.
 void *view(const void *pointer, size_t size, const char *who);
+// The same inside queued work: `pointer` must be memory the device reaches, and the race detector learns of the access.
+const void *device_read(const void *pointer, size_t size, const char *who);
+void *device_write(void *pointer, size_t size, const char *who);
 bool is_pinned_or_device(const void *pointer);
 
 cudaError_t remember(cudaError_t error); // for cudaGetLastError

@@ -26,7 +26,8 @@ struct Runtime {
   std::map<std::string, long> calls;
   std::string fail_name;
   long fail_at = 0;
-  bool working = false; // a task runs; tasks never run inside one another
+  StreamClock host; // what some thread of the program has waited for
+  uint64_t stream_count = 0;
 };
 
 Runtime &runtime() {
@@ -48,10 +49,23 @@ Runtime &runtime() {
 thread_local int this_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
+void join(StreamClock &into, const StreamClock &from) {
+  for (auto &entry : from) {
+    uint64_t &value = into[entry.first];
+    value = std::max(value, entry.second);
+  }
+}
+
+Stream *new_stream() {
+  auto *s = new Stream;
+  s->id = ++runtime().stream_count;
+  return s;
+}
+
 Stream *legacy_stream(int device) {
   auto &slot = runtime().legacy[device];
   if (!slot) {
-    slot = std::make_unique<Stream>();
+    slot.reset(new_stream());
     slot->device = device;
     slot->legacy = true;
   }
@@ -84,21 +98,28 @@ bool order_allows(const Stream &stream, const Task &task) {
   return true;
 }
 
+bool is_ready(Stream &stream) {
+  Task &task = stream.queue.front();
+  if (!order_allows(stream, task)) return false;
+  if (options().race) {
+    if (!task.race_task) task.race_task = new_race_task(task.name, stream.id, task.before[stream.id], task.before);
+    enter_race_task(task.race_task);
+  }
+  return !task.ready || task.ready();
+}
+
 // Runs one task of a stream chosen among those that can go on; false when none can.
 bool run_one() {
   Runtime &r = runtime();
   std::vector<Stream *> able;
   for (Stream *s : all_streams())
-    if (!s->queue.empty() && order_allows(*s, s->queue.front()) &&
-        (!s->queue.front().ready || s->queue.front().ready()))
-      able.push_back(s);
+    if (!s->queue.empty() && is_ready(*s)) able.push_back(s);
   if (able.empty()) return false;
   Stream *stream = able[next_random(r.random) % able.size()];
   Task task = std::move(stream->queue.front());
   stream->queue.pop_front();
-  r.working = true;
+  if (options().race) enter_race_task(task.race_task);
   task.work();
-  r.working = false;
   r.changed.notify_all();
   return true;
 }
@@ -217,6 +238,9 @@ cudaError_t wait_for_stream(cudaStream_t handle) {
     return true;
   };
   run_until(done, "a stream synchronisation");
+  join(runtime().host, s->clock);
+  for (Stream *other : runtime().streams)
+    if (s->legacy && other->device == s->device && other->blocking) join(runtime().host, other->clock);
   return cudaSuccess;
 }
 
@@ -241,7 +265,15 @@ cudaError_t enqueue(cudaStream_t handle, const char *name, Work work, Ready read
         capture->broken = true;
         return cudaErrorStreamCaptureImplicit;
       }
-  s->queue.push_back({++r.task_count, name, std::move(work), std::move(ready)});
+  join(s->clock, r.host);
+  if (s->legacy) {
+    for (Stream *other : r.streams)
+      if (other->device == s->device && other->blocking) join(s->clock, other->clock);
+  } else if (s->blocking) {
+    join(s->clock, legacy_stream(s->device)->clock);
+  }
+  s->clock[s->id] = ++s->enqueued;
+  s->queue.push_back({++r.task_count, name, std::move(work), std::move(ready), s->clock});
   return cudaSuccess;
 }
 
@@ -266,6 +298,19 @@ void *view(const void *pointer, size_t size, const char *who) {
          device_memory().describe(reinterpret_cast<uint64_t>(pointer), size).c_str());
   return host;
 }
+
+static void *device_access(const void *pointer, size_t size, const char *who, bool writes) {
+  if (!size) return const_cast<void *>(pointer);
+  if (!is_pinned_or_device(pointer) && !device_memory().in_arena(reinterpret_cast<uint64_t>(pointer)))
+    stop("%s works on host memory that is neither pinned nor registered: %p", who, pointer);
+  void *host = view(pointer, size, who);
+  if (options().race) log_range(reinterpret_cast<uint64_t>(pointer), size, writes);
+  return host;
+}
+const void *device_read(const void *pointer, size_t size, const char *who) {
+  return device_access(pointer, size, who, false);
+}
+void *device_write(void *pointer, size_t size, const char *who) { return device_access(pointer, size, who, true); }
 
 } // namespace ptxvm
 
@@ -301,7 +346,7 @@ cudaError_t cudaGetDeviceCount(int *count) {
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
   PTXVM_ENTER(cudaStreamCreate, remember(cudaErrorMemoryAllocation));
-  auto *s = new Stream;
+  Stream *s = new_stream();
   s->device = this_device;
   s->blocking = flags != cudaStreamNonBlocking;
   s->priority = priority;
@@ -321,6 +366,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Stream *s = stream_of(stream);
   if (!s || s->legacy) return remember(cudaErrorInvalidResourceHandle);
   run_until([&] { return s->queue.empty(); }, "cudaStreamDestroy");
+  join(runtime().host, s->clock);
   runtime().streams.erase(s);
   delete s;
   return cudaSuccess;
@@ -337,9 +383,10 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
     s->capture->broken = true;
     return remember(cudaErrorStreamCaptureUnsupported);
   }
-  if (s->queue.empty()) return cudaSuccess;
-  run_one(); // a program that polls must see progress
-  return s->queue.empty() ? cudaSuccess : cudaErrorNotReady;
+  if (!s->queue.empty()) run_one(); // a program that polls must see progress
+  if (!s->queue.empty()) return cudaErrorNotReady;
+  join(runtime().host, s->clock);
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize(void) {
   PTXVM_ENTER(cudaDeviceSynchronize, remember(cudaErrorUnknown));
@@ -352,6 +399,8 @@ cudaError_t cudaDeviceSynchronize(void) {
     return true;
   };
   run_until(done, "cudaDeviceSynchronize");
+  for (Stream *s : all_streams())
+    if (s->device == device) join(runtime().host, s->clock);
   return cudaSuccess;
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
@@ -424,7 +473,9 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   }
   e->capture = nullptr;
   uint64_t version = ++e->recorded;
-  return remember(enqueue(stream, "cudaEventRecord", [=] { e->completed = std::max(e->completed, version); }));
+  cudaError_t error = enqueue(stream, "cudaEventRecord", [=] { e->completed = std::max(e->completed, version); });
+  e->clock = s->clock;
+  return remember(error);
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
@@ -451,6 +502,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return remember(cudaErrorStreamCaptureIsolation);
   }
   uint64_t version = e->recorded;
+  join(s->clock, e->clock);
   return remember(enqueue(
       stream, "cudaStreamWaitEvent", [] {}, [=] { return e->completed >= version; }));
 }
@@ -465,6 +517,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   }
   uint64_t version = e->recorded;
   run_until([&] { return e->completed >= version; }, "cudaEventSynchronize");
+  join(runtime().host, e->clock);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -476,7 +529,9 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return remember(cudaErrorCapturedEvent);
   }
   if (e->completed < e->recorded) run_one();
-  return e->completed >= e->recorded ? cudaSuccess : cudaErrorNotReady;
+  if (e->completed < e->recorded) return cudaErrorNotReady;
+  join(runtime().host, e->clock);
+  return cudaSuccess;
 }
 // There is no device time; a small positive number keeps programs that divide by it alive.
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {

@@ -1,5 +1,6 @@
 // Inside of the runtime: stream, event and graph objects.
 #pragma once
+#include "races.h"
 #include "runtime.h"
 #include <deque>
 #include <map>
@@ -12,6 +13,8 @@ struct Task {
   std::string name;
   Work work;
   Ready ready;
+  StreamClock before; // what comes before it, for the race detector
+  uint32_t race_task = 0;
 };
 
 struct GraphNode {
@@ -35,6 +38,9 @@ struct Capture {
 };
 
 struct Stream {
+  uint64_t id = 0;
+  uint64_t enqueued = 0;
+  StreamClock clock; // everything that its next task comes after
   int device = 0;
   bool legacy = false, blocking = true; // blocking: ordered with the legacy stream
   int priority = 0;
@@ -46,6 +52,7 @@ struct Stream {
 struct Event {
   int device = 0;
   uint64_t recorded = 0, completed = 0;
+  StreamClock clock; // of the last record
   bool timing = true;
   std::shared_ptr<Capture> capture; // recorded inside one
   std::set<size_t> nodes;

@@ -90,7 +90,9 @@ static void test_legacy_order() { // the default stream and blocking streams wai
 static void test_callbacks() {
   static int order[3], count;
   cudaStream_t s = stream();
-  for (int k = 0; k < 3; k++) CUDA(cudaLaunchHostFunc(s, [](void *p) { order[count++] = (int)(size_t)p; }, (void *)(size_t)k));
+  for (int k = 0; k < 3; k++)
+    CUDA(cudaLaunchHostFunc(
+        s, [](void *p) { order[count++] = (int)(size_t)p; }, (void *)(size_t)k));
   CHECK(count == 0);
   CUDA(cudaStreamSynchronize(s));
   CHECK(count == 3 && order[0] == 0 && order[2] == 2);
@@ -154,13 +156,32 @@ static void test_refusals() {
   refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t s, int *) { return cudaStreamSynchronize(s); });
   refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t s, int *) { return cudaStreamQuery(s); });
   refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t, int *) { return cudaDeviceSynchronize(); });
-  refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t, int *) { void *p; return cudaMalloc(&p, 16); });
+  refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t, int *) {
+    void *p;
+    return cudaMalloc(&p, 16);
+  });
   refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t, int *x) { return cudaFree(x); });
-  refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t s, int *x) { int h; return cudaMemcpyAsync(&h, x, 4, cudaMemcpyDeviceToHost, s); });
-  refused(cudaErrorStreamCaptureImplicit, [](cudaStream_t, int *x) { int h; return cudaMemcpy(&h, x, 4, cudaMemcpyDeviceToHost); });
-  refused(cudaErrorStreamCaptureImplicit, [](cudaStream_t, int *x) { set<<<1, 32>>>(x, 1); return cudaGetLastError(); });
-  refused(cudaErrorStreamCaptureIsolation, [](cudaStream_t s, int *) { cudaEvent_t e = event(); return cudaStreamWaitEvent(s, e, 0); });
-  refused(cudaErrorCapturedEvent, [](cudaStream_t s, int *) { cudaEvent_t e = event(); cudaEventRecord(e, s); return cudaEventSynchronize(e); });
+  refused(cudaErrorStreamCaptureUnsupported, [](cudaStream_t s, int *x) {
+    int h;
+    return cudaMemcpyAsync(&h, x, 4, cudaMemcpyDeviceToHost, s);
+  });
+  refused(cudaErrorStreamCaptureImplicit, [](cudaStream_t, int *x) {
+    int h;
+    return cudaMemcpy(&h, x, 4, cudaMemcpyDeviceToHost);
+  });
+  refused(cudaErrorStreamCaptureImplicit, [](cudaStream_t, int *x) {
+    set<<<1, 32>>>(x, 1);
+    return cudaGetLastError();
+  });
+  refused(cudaErrorStreamCaptureIsolation, [](cudaStream_t s, int *) {
+    cudaEvent_t e = event();
+    return cudaStreamWaitEvent(s, e, 0);
+  });
+  refused(cudaErrorCapturedEvent, [](cudaStream_t s, int *) {
+    cudaEvent_t e = event();
+    cudaEventRecord(e, s);
+    return cudaEventSynchronize(e);
+  });
   cudaGraph_t graph;
   cudaStream_t a = stream(), b = stream();
   CHECK(fails_with(cudaStreamEndCapture(a, &graph), cudaErrorIllegalState));
@@ -215,6 +236,7 @@ int main(int argc, char **argv) {
     CHECK(y.host()[0] == 1);
     return finish("missing event");
   }
-  test_lateness(), test_fresh_memory(), test_events(), test_legacy_order(), test_callbacks(), test_graph(), test_refusals(), test_failures();
+  test_lateness(), test_fresh_memory(), test_events(), test_legacy_order(), test_callbacks(), test_graph(),
+      test_refusals(), test_failures();
   return finish("streams");
 }
