@@ -123,7 +123,7 @@ cudaError_t launch(const void *host, dim3 grid, dim3 block, void **arguments, si
 extern "C" {
 
 void **__cudaRegisterFatBinary(void *wrapper) {
-  std::lock_guard<std::recursive_mutex> lock(runtime_lock());
+  std::lock_guard<RuntimeLock> lock(runtime_lock());
   auto *registered = new Registered;
   load(static_cast<FatBinaryWrapper *>(wrapper)->data, *registered);
   return reinterpret_cast<void **>(registered);
@@ -134,14 +134,14 @@ char __cudaInitModule(void **) { return 1; }
 
 void __cudaRegisterFunction(void **handle, const char *host, char *, const char *name, int, uint3 *, uint3 *, dim3 *,
                             dim3 *, int *) {
-  std::lock_guard<std::recursive_mutex> lock(runtime_lock());
+  std::lock_guard<RuntimeLock> lock(runtime_lock());
   auto *registered = reinterpret_cast<Registered *>(handle);
   const Function *function = registered->module->find(name);
   if (!function) stop("kernel %s is not in the PTX", name);
   kernels()[host] = {function, 48 * 1024, registered->ptx_version};
 }
 void __cudaRegisterVar(void **handle, char *host, char *, const char *name, int, size_t size, int, int) {
-  std::lock_guard<std::recursive_mutex> lock(runtime_lock());
+  std::lock_guard<RuntimeLock> lock(runtime_lock());
   auto *registered = reinterpret_cast<Registered *>(handle);
   auto it = registered->module->symbol_named.find(name);
   if (it != registered->module->symbol_named.end()) register_symbol(host, it->second->address, size);

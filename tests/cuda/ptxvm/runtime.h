@@ -13,8 +13,18 @@
 
 namespace ptxvm {
 
-// Held by every entry point; waiting releases it.
-std::recursive_mutex &runtime_lock();
+// Held by every entry point, some of which call others; waiting releases it, however often it is held.
+class RuntimeLock {
+public:
+  void lock() { mutex_.lock(), depth_++; }
+  void unlock() { depth_--, mutex_.unlock(); }
+  void sleep_released(); // by the holder
+
+private:
+  std::recursive_mutex mutex_;
+  int depth_ = 0;
+};
+RuntimeLock &runtime_lock();
 
 using Work = std::function<void()>;
 using Ready = std::function<bool()>; // may the work run now? Asked again and again, only while it heads its queue.
@@ -23,7 +33,6 @@ using Ready = std::function<bool()>; // may the work run now? Asked again and ag
 cudaError_t enqueue(cudaStream_t stream, const char *name, Work work, Ready ready = nullptr);
 // Runs queued work, of any stream, until `done`. Nothing to run and nobody else to wait for is a deadlock.
 void run_until(const std::function<bool()> &done, const char *why);
-void notify_waiters(); // something that a Ready asks for has changed
 cudaError_t wait_for_stream(cudaStream_t stream);
 bool is_known_stream(cudaStream_t stream);
 bool is_capturing(cudaStream_t stream);
@@ -51,7 +60,7 @@ cudaError_t remember(cudaError_t error); // for cudaGetLastError
 
 // How every entry point begins: takes the lock and fails if it is told to.
 #define PTXVM_ENTER(name, error)                                                                                       \
-  std::lock_guard<std::recursive_mutex> ptxvm_guard(::ptxvm::runtime_lock());                                          \
+  std::lock_guard<::ptxvm::RuntimeLock> ptxvm_guard(::ptxvm::runtime_lock());                                          \
   if (::ptxvm::injected_failure(#name)) return error
 
 } // namespace ptxvm

@@ -5,9 +5,9 @@
 #include "statistics.h"
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <unistd.h>
 
 namespace ptxvm {
@@ -15,8 +15,7 @@ namespace ptxvm {
 namespace {
 
 struct Runtime {
-  std::recursive_mutex lock;
-  std::condition_variable_any changed;
+  RuntimeLock lock;
   std::map<int, std::unique_ptr<Stream>> legacy; // by device
   std::set<Stream *> streams;                    // created ones
   std::set<Event *> events;
@@ -47,6 +46,7 @@ Runtime &runtime() {
 }
 
 thread_local int this_device = 0;
+thread_local cudaStreamCaptureMode this_capture_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
 void join(StreamClock &into, const StreamClock &from) {
@@ -120,12 +120,11 @@ bool run_one() {
   stream->queue.pop_front();
   if (options().race) enter_race_task(task.race_task);
   task.work();
-  r.changed.notify_all();
   return true;
 }
 
 void finish_everything() {
-  std::lock_guard<std::recursive_mutex> lock(runtime().lock);
+  std::lock_guard<RuntimeLock> lock(runtime().lock);
   while (run_one()) {
   }
 }
@@ -145,8 +144,13 @@ struct AtExit {
 
 } // namespace
 
-std::recursive_mutex &runtime_lock() { return runtime().lock; }
-void notify_waiters() { runtime().changed.notify_all(); }
+RuntimeLock &runtime_lock() { return runtime().lock; }
+void RuntimeLock::sleep_released() {
+  int depth = depth_;
+  for (int k = 0; k < depth; k++) unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(200));
+  for (int k = 0; k < depth; k++) lock();
+}
 int current_device() { return this_device; }
 int device_count() {
   const char *count = getenv("PTXVM_DEVICES");
@@ -167,13 +171,13 @@ bool injected_failure(const char *name) {
 }
 
 extern "C" void ptxvm_fail_call(const char *name, int n) {
-  std::lock_guard<std::recursive_mutex> lock(runtime().lock);
+  std::lock_guard<RuntimeLock> lock(runtime().lock);
   runtime().fail_name = name;
   runtime().fail_at = n;
 }
 
 extern "C" long ptxvm_calls(const char *name) {
-  std::lock_guard<std::recursive_mutex> lock(runtime().lock);
+  std::lock_guard<RuntimeLock> lock(runtime().lock);
   return runtime().calls[name];
 }
 
@@ -199,7 +203,6 @@ int device_of(cudaStream_t handle) {
 }
 
 void run_until(const std::function<bool()> &done, const char *why) {
-  Runtime &r = runtime();
   auto since = std::chrono::steady_clock::now();
   while (!done()) {
     if (run_one()) {
@@ -207,8 +210,7 @@ void run_until(const std::function<bool()> &done, const char *why) {
       continue;
     }
     // Another thread, or a rank elsewhere, may still bring what is missing.
-    std::unique_lock<std::recursive_mutex> lock(r.lock);
-    r.changed.wait_for(lock, std::chrono::milliseconds(1));
+    runtime().lock.sleep_released();
     if (std::chrono::steady_clock::now() - since > std::chrono::seconds(20)) {
       std::string heads;
       for (Stream *s : all_streams())
@@ -279,7 +281,11 @@ cudaError_t enqueue(cudaStream_t handle, const char *name, Work work, Ready read
 
 cudaError_t refuse_under_capture(const char *) {
   for (auto &capture : runtime().captures) {
-    if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
+    bool other_thread = capture->owner != std::this_thread::get_id();
+    if (capture->mode == cudaStreamCaptureModeRelaxed || this_capture_mode == cudaStreamCaptureModeRelaxed) continue;
+    if (other_thread &&
+        (capture->mode == cudaStreamCaptureModeThreadLocal || this_capture_mode == cudaStreamCaptureModeThreadLocal))
+      continue;
     capture->broken = true;
     return cudaErrorStreamCaptureUnsupported;
   }
@@ -553,6 +559,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   if (s->capture) return remember(cudaErrorIllegalState);
   s->capture = std::make_shared<Capture>();
   s->capture->mode = mode;
+  s->capture->owner = std::this_thread::get_id();
   s->capture->origin = s;
   s->capture->streams = {s};
   s->capture->id = ++runtime().capture_count;
@@ -600,7 +607,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
                                      cudaGraph_t *graph, const cudaGraphNode_t **dependencies,
                                      const cudaGraphEdgeData **edges, size_t *count) {
   if (cudaError_t error = cudaStreamIsCapturing(stream, status)) return error;
-  std::lock_guard<std::recursive_mutex> lock(runtime_lock());
+  std::lock_guard<RuntimeLock> lock(runtime_lock());
   Stream *s = stream_of(stream);
   if (id) *id = s->capture ? s->capture->id : 0;
   if (graph) *graph = nullptr;
@@ -610,8 +617,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *mode) {
-  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, current);
+  std::swap(*mode, this_capture_mode);
   return cudaSuccess;
 }
 

@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <thread>
 
 namespace ptxvm {
 
@@ -33,6 +34,7 @@ struct Capture {
   cudaStreamCaptureMode mode;
   struct Stream *origin;
   std::set<struct Stream *> streams;
+  std::thread::id owner;
   bool broken = false;
   unsigned long long id;
 };
