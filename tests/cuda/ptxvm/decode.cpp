@@ -5,18 +5,22 @@
 namespace ptxvm {
 
 static const DecodeTable &decode_table() {
-  static const DecodeTable table = [] {
-    DecodeTable t;
+  // Never destroyed, like all that late work may need while the program ends.
+  static const DecodeTable &table = *[] {
+    auto *table_of_all = new DecodeTable;
+    DecodeTable &t = *table_of_all;
     add_integer_instructions(t);
     add_float_instructions(t);
+    add_bit_instructions(t);
     add_conversion_instructions(t);
+    add_comparison_instructions(t);
     add_data_instructions(t);
     add_memory_instructions(t);
     add_atomic_instructions(t);
     add_warp_instructions(t);
     add_control_instructions(t);
     add_matrix_instructions(t);
-    return t;
+    return table_of_all;
   }();
   return table;
 }
@@ -262,8 +266,8 @@ static void collect(Program &program, Function *function, std::vector<Function *
 }
 
 Program *program_of(const Function *kernel) {
-  static std::unordered_map<const Function *, std::unique_ptr<Program>> programs;
-  auto &program = programs[kernel];
+  static auto *programs = new std::unordered_map<const Function *, std::unique_ptr<Program>>;
+  auto &program = (*programs)[kernel];
   if (program) return program.get();
   program = std::make_unique<Program>();
   program->kernel = kernel;

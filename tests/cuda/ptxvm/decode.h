@@ -61,6 +61,8 @@ using DecodeTable = std::unordered_map<std::string, DecodeFunction>;
 void add_integer_instructions(DecodeTable &table);
 void add_float_instructions(DecodeTable &table);
 void add_conversion_instructions(DecodeTable &table);
+void add_comparison_instructions(DecodeTable &table);
+void add_bit_instructions(DecodeTable &table);
 void add_data_instructions(DecodeTable &table);
 void add_memory_instructions(DecodeTable &table);
 void add_atomic_instructions(DecodeTable &table);

@@ -186,6 +186,7 @@ struct Options {
   int capability = 90;
 };
 const Options &options(); // from the environment, read once
+inline bool is_serial() { return options().order != Order::Lockstep; }
 
 struct Launch {
   Program *program = nullptr;
@@ -232,7 +233,8 @@ template <class F> inline void for_lanes(uint32_t mask, F f) {
 }
 
 uint64_t next_random(uint64_t &state);
-Program *program_of(const Function *kernel); // cached
+bool run_block(Context &context, Block &block); // one turn; true when the block has ended
+Program *program_of(const Function *kernel);    // cached
 void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params);
 
 // Warp and block waits, used by the instructions that wait.

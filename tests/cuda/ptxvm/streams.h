@@ -63,4 +63,32 @@ struct Event {
 Stream *stream_of(cudaStream_t handle); // nullptr for an unknown one
 Event *event_of(cudaEvent_t handle);
 
+struct Runtime {
+  RuntimeLock lock;
+  std::map<int, std::unique_ptr<Stream>> legacy; // by device
+  std::set<Stream *> streams;                    // created ones
+  std::set<Event *> events;
+  uint64_t task_count = 0, capture_count = 0;
+  uint64_t random = 0;
+  std::set<std::shared_ptr<Capture>> captures;
+  std::map<std::string, long> calls;
+  std::string fail_name;
+  long fail_at = 0;
+  StreamClock host; // what some thread of the program has waited for
+  uint64_t stream_count = 0;
+};
+
+struct HostThread {
+  int device = 0;
+  cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+  cudaError_t last_error = cudaSuccess;
+};
+extern thread_local HostThread host_thread;
+
+Runtime &runtime();
+Stream *new_stream();
+std::vector<Stream *> all_streams();
+bool run_one(); // one task of a stream chosen among those that can go on; false when none can
+void join(StreamClock &into, const StreamClock &from);
+
 } // namespace ptxvm

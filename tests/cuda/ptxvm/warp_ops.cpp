@@ -323,7 +323,6 @@ void decode_barrier(Decoder &d) {
 
 } // namespace
 
-// The block's barrier is complete: what the reducing forms return.
 void finish_barrier_reduction(Context &c, const Group &g, int votes, int voters) {
   const Instruction &i = *g.waits_at;
   if (i.mode == kPopc) {

@@ -116,6 +116,9 @@ int main(int argc, char **argv) {
   else if (name == "use_after_free") {
     CUDA(cudaFree(p));
     touch<<<1, 32>>>(p);
+  } else if (name == "unsynchronised") { // found although nobody waits for it
+    write_past<<<1, 32>>>(p, 33);
+    return 0;
   } else if (name == "host_pointer") {
     static int host[32];
     touch<<<1, 32>>>(host);
