@@ -26,7 +26,7 @@ uint64_t write_float(const Instruction &i, Type type, double v, Rounding roundin
   case Type::BF16: return bf16_bits(v, rounding);
   case Type::TF32: return v != v ? 0x7fffffff : static_cast<uint64_t>(encode_float(v, kTF32, rounding, false)) << 13;
   default: {
-    float f = to_f32(v, rounding);
+    float f = rounding == Rounding::NearestEven ? static_cast<float>(v) : to_f32(v, rounding);
     return bits_of(i.imm & kFtz ? flush(f) : f);
   }
   }
@@ -85,7 +85,7 @@ template <class T> void int_to_float(Context &c, const Instruction &i, uint32_t 
     if (t.to == Type::F32)
       d[l] = bits_of(to_f32(v, t.rounding));
     else if (t.to == Type::F64)
-      d[l] = bits_of(to_f64(v, t.rounding));
+      d[l] = bits_of(t.rounding == Rounding::NearestEven ? static_cast<double>(v) : to_f64(v, t.rounding));
     else { // 64 bits do not fit a double: round to odd, then to the format
       double near = to_f64(v, Rounding::Zero);
       if (static_cast<Wide>(near) != v) near = bits_as<double>(bits_as<uint64_t>(near) | 1);
@@ -149,6 +149,28 @@ void f16x2_to_fp8_pair(Context &c, const Instruction &i, uint32_t mask) {
   });
 }
 
+// The conversions that kernels do all the time, without flags and to nearest.
+struct ToHalf {
+  uint32_t operator()(float v) const { return static_cast<uint32_t>(f16_bits_nearest(v)); }
+};
+struct ToBrain {
+  uint32_t operator()(float v) const { return static_cast<uint32_t>(bf16_bits_nearest(v)); }
+};
+template <class F> struct Twice {
+  uint32_t operator()(float high, float low) const { return F()(high) << 16 | F()(low); }
+};
+
+Handler fast_conversion(const Decoder &d, Type to, Type from, Rounding rounding) {
+  if (from != Type::F32 || rounding != Rounding::NearestEven || d.out.imm) return nullptr;
+  switch (to) {
+  case Type::F16: return unary<uint32_t, float, ToHalf>;
+  case Type::BF16: return unary<uint32_t, float, ToBrain>;
+  case Type::F16x2: return binary<uint32_t, float, Twice<ToHalf>>;
+  case Type::BF16x2: return binary<uint32_t, float, Twice<ToBrain>>;
+  default: return nullptr;
+  }
+}
+
 void decode_cvt(Decoder &d) {
   if (d.take("pack")) d.unsupported("cvt.pack");
   bool found = false;
@@ -197,6 +219,7 @@ void decode_cvt(Decoder &d) {
       });
     });
   }
+  if (Handler fast = fast_conversion(d, to, from, rounding)) d.out.handler = fast;
 }
 
 } // namespace

@@ -129,22 +129,11 @@ template <class T, bool kNegate> void sign_change_real(Context &c, const Instruc
 
 struct HalfFormat {
   static float decode(uint64_t bits) { return static_cast<float>(f16_of(bits)); }
-  static uint64_t encode(float value) {
-    if (value != value) return 0x7fff;
-#ifdef __FLT16_MAX__
-    return bits_as<uint16_t>(static_cast<_Float16>(value));
-#else
-    return f16_bits(static_cast<double>(value));
-#endif
-  }
+  static uint64_t encode(float value) { return f16_bits_nearest(value); }
 };
 struct BrainFormat {
   static float decode(uint64_t bits) { return f32_of((bits & 0xffff) << 16); }
-  static uint64_t encode(float value) {
-    if (value != value) return 0x7fff;
-    uint32_t bits = bits_as<uint32_t>(value);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  }
+  static uint64_t encode(float value) { return bf16_bits_nearest(value); }
 };
 
 float narrow_to_odd(double value) {

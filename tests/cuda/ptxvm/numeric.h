@@ -46,6 +46,21 @@ inline uint64_t bf16_bits(double value, Rounding rounding = Rounding::NearestEve
   return encode_float(value, kBF16, rounding, false);
 }
 
+// From f32 to nearest even, the case that matters for speed.
+inline uint64_t f16_bits_nearest(float value) {
+  if (value != value) return 0x7fff;
+#ifdef __FLT16_MAX__
+  return bits_as<uint16_t>(static_cast<_Float16>(value));
+#else
+  return f16_bits(static_cast<double>(value));
+#endif
+}
+inline uint64_t bf16_bits_nearest(float value) {
+  if (value != value) return 0x7fff;
+  uint32_t bits = bits_as<uint32_t>(value);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 inline float flush(float value) {
   return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.0f, value) : value;
 }
