@@ -66,6 +66,56 @@ template <bool kBrain, int kParts> void atomic_half_add(Context &c, const Instru
   });
 }
 
+// 128 bits: only exchange, and compare and swap.
+template <bool kCompares> void atomic_128(Context &c, const Instruction &i, uint32_t mask) {
+  using Wide = std::array<uint64_t, 2>;
+  const Lane *base = c.lanes(i.src[0]);
+  auto value = [&](Ref r, int l) { return Wide{c.lanes(r)[l], c.high_lanes(r)[l]}; };
+  Footprint footprint;
+  for_lanes(mask, [&](int l) {
+    Place place = locate(c, i, l, lane_address(c, i, base, l), 16, AccessKind::Atomic);
+    footprint.address[static_cast<size_t>(l)] = place.address, footprint.space[static_cast<size_t>(l)] = place.space;
+    Wide old, next = value(i.src[kCompares ? 2 : 1], l);
+    memcpy(old.data(), place.bytes, 16);
+    if (!kCompares || old == value(i.src[1], l)) memcpy(place.bytes, next.data(), 16);
+    if (i.dst.exists()) c.lanes(i.dst)[l] = old[0], c.high_lanes(i.dst)[l] = old[1];
+  });
+  if (!c.watch) return;
+  footprint.bytes = 16, footprint.lanes = mask;
+  observe(c, i, footprint, AccessKind::Atomic);
+}
+
+// Vectors (sm_90): every element is an atomic addition of its own.
+uint64_t add_element(Type type, uint64_t a, uint64_t b) {
+  switch (type) {
+  case Type::F32: return bits_of(f32_of(a) + f32_of(b));
+  case Type::F16: return f16_bits(f16_of(a) + f16_of(b));
+  case Type::BF16: return bf16_bits(bf16_of(a) + bf16_of(b));
+  case Type::F16x2: return add_element(Type::F16, a, b) | add_element(Type::F16, a >> 16, b >> 16) << 16;
+  default: return add_element(Type::BF16, a, b) | add_element(Type::BF16, a >> 16, b >> 16) << 16;
+  }
+}
+void atomic_vector(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *base = c.lanes(i.src[0]);
+  const auto &results = i.extra->refs, &values = i.extra->refs2;
+  const size_t size = i.size;
+  Footprint footprint;
+  for_lanes(mask, [&](int l) {
+    Place place = locate(c, i, l, lane_address(c, i, base, l), i.size * i.count, AccessKind::Atomic);
+    footprint.address[static_cast<size_t>(l)] = place.address, footprint.space[static_cast<size_t>(l)] = place.space;
+    for (size_t k = 0; k < values.size(); k++) {
+      uint64_t old = 0;
+      memcpy(&old, place.bytes + k * size, size);
+      uint64_t sum = add_element(static_cast<Type>(i.mode), old, c.lanes(values[k])[l]);
+      memcpy(place.bytes + k * size, &sum, size);
+      if (!results.empty()) c.lanes(results[k])[l] = old;
+    }
+  });
+  if (!c.watch) return;
+  footprint.bytes = i.size * i.count, footprint.lanes = mask;
+  observe(c, i, footprint, AccessKind::Atomic);
+}
+
 template <class T> Handler integer_atomic(AtomicOp op) {
   switch (op) {
   case AtomicOp::Add: return atomic<T, AtomicOp::Add>;
@@ -101,6 +151,17 @@ Handler atomic_handler(Decoder &d, Type type, AtomicOp op) {
   return handler;
 }
 
+void decode_vector(Decoder &d, Type type, AtomicOp op, int count, size_t first) {
+  bool known =
+      type == Type::F32 || type == Type::F16 || type == Type::BF16 || type == Type::F16x2 || type == Type::BF16x2;
+  if (op != AtomicOp::Add || !known) d.unsupported("vectors of this operation or type");
+  d.out.count = static_cast<uint8_t>(count);
+  d.out.mode = static_cast<uint8_t>(type);
+  if (first) d.extra().refs = d.refs(d.operand(0));
+  d.extra().refs2 = d.refs(d.operand(first + 1));
+  d.out.handler = atomic_vector;
+}
+
 void decode_atomic(Decoder &d, bool returns) {
   d.out.sync = true;
   d.take_ordering();
@@ -108,13 +169,21 @@ void decode_atomic(Decoder &d, bool returns) {
   d.out.space = d.take_space(Space::Generic);
   int op = d.take_one_of({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"});
   if (op < 0) d.unsupported("which operation");
+  int vector = d.take_one_of({"v2", "v4", "v8"});
   Type type = d.take_type();
   d.out.size = static_cast<uint8_t>(size_of(type));
   size_t first = returns ? 1 : 0;
-  if (returns) d.destination(0);
   d.address(0, first);
+  if (vector >= 0) return decode_vector(d, type, static_cast<AtomicOp>(op), 2 << vector, first);
+  if (returns) d.destination(0);
   d.source(1, first + 1);
   if (static_cast<AtomicOp>(op) == AtomicOp::CompareSwap) d.source(2, first + 2);
+  if (type == Type::B128) {
+    bool compares = static_cast<AtomicOp>(op) == AtomicOp::CompareSwap;
+    if (!compares && static_cast<AtomicOp>(op) != AtomicOp::Exchange) d.unsupported("this operation on 128 bits");
+    d.out.handler = compares ? atomic_128<true> : atomic_128<false>;
+    return;
+  }
   d.out.handler = atomic_handler(d, type, static_cast<AtomicOp>(op));
 }
 

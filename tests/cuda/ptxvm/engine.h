@@ -215,6 +215,7 @@ struct Context {
   std::array<RangeCache, 256> ranges;
 
   Lane *lanes(Ref r) const { return reinterpret_cast<Lane *>(bases[static_cast<int>(r.base)] + r.offset); }
+  Lane *high_lanes(Ref r) const { return lanes(r) + kLanes; } // the upper half of a 128-bit register
   uint32_t &pred(Ref r) const { return *reinterpret_cast<uint32_t *>(bases[static_cast<int>(r.base)] + r.offset); }
   uint32_t pred_source(const Instruction &i, int k) const { return pred(i.src[k]) ^ i.flip[k]; }
   void enter(const Frame *frame) {

@@ -47,6 +47,28 @@ void mov_pack(Context &c, const Instruction &i, uint32_t mask) {
   });
 }
 
+void mov_pack_128(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *low = c.lanes(i.extra->refs[0]), *high = c.lanes(i.extra->refs[1]);
+  Lane *d = c.lanes(i.dst), *e = c.high_lanes(i.dst);
+  for_lanes(mask, [&](int l) { d[l] = low[l], e[l] = high[l]; });
+}
+void mov_unpack_128(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *low = c.lanes(i.src[0]), *high = c.high_lanes(i.src[0]);
+  Lane *d = c.lanes(i.extra->refs[0]), *e = c.lanes(i.extra->refs[1]);
+  for_lanes(mask, [&](int l) { d[l] = low[l], e[l] = high[l]; });
+}
+void decode_mov_128(Decoder &d) {
+  bool unpacks = d.operand(0).kind == Operand::Vector;
+  const Operand &parts = d.operand(unpacks ? 0 : 1);
+  if (parts.elements.size() != 2) d.unsupported("128-bit registers, but in two halves");
+  d.extra().refs = d.refs(parts);
+  if (unpacks)
+    d.source(0, 1);
+  else
+    d.destination(0);
+  d.out.handler = unpacks ? mov_unpack_128 : mov_pack_128;
+}
+
 // Clocks are read when asked for; all else special is kept in registers.
 void mov_clock(Context &c, const Instruction &i, uint32_t mask) {
   Lane *d = c.lanes(i.dst);
@@ -57,7 +79,7 @@ void decode_mov(Decoder &d) {
   Type type = d.take_type();
   const Operand &to = d.operand(0), &from = d.operand(1);
   d.out.size = static_cast<uint8_t>(size_of(type));
-  if (type == Type::B128) d.unsupported("128-bit registers");
+  if (type == Type::B128) return decode_mov_128(d);
   if (type == Type::Pred) {
     d.destination(0);
     d.pred_source(0, 1);

@@ -142,17 +142,21 @@ private:
 
   void parse_registers() {
     std::string type = lex_.word();
+    const int slots = type == ".b128" ? 2 : 1; // low and high half
     do {
       std::string name = lex_.word();
       int first = static_cast<int>(function_.register_is_pred.size()), count = 1;
       if (lex_.accept('<')) {
         count = static_cast<int>(lex_.integer());
         lex_.expect('>');
-        scopes_.back().ranges[name] = {first, count};
+        if (slots == 1) scopes_.back().ranges[name] = {first, count};
+        for (int k = 0; k < count && slots > 1; k++)
+          scopes_.back().registers[name + std::to_string(k)] = first + slots * k;
       } else {
         scopes_.back().registers[name] = first;
       }
-      function_.register_is_pred.insert(function_.register_is_pred.end(), static_cast<size_t>(count), type == ".pred");
+      function_.register_is_pred.insert(function_.register_is_pred.end(), static_cast<size_t>(count * slots),
+                                        type == ".pred");
       function_.register_mentions.resize(function_.register_is_pred.size());
     } while (lex_.accept(','));
     lex_.expect(';');

@@ -199,6 +199,44 @@ static void test_atomics() {
   check_atomics(shared.host()[1], 64);
 }
 
+// What compute capability 9.0 adds: 128 bits, and vectors.
+struct __align__(16) Wide {
+  unsigned long long low, high;
+};
+__global__ void wide_atomics(Wide *w, Wide *old, float2 *two, float4 *four, float4 *before) {
+#if __CUDA_ARCH__ >= 900
+  int t = threadIdx.x;
+  Wide seen{5, 7};
+  for (;;) { // adds 1 and 2 to the halves together
+    Wide found = atomicCAS(w, seen, Wide{seen.low + 1, seen.high + 2});
+    if (found.low == seen.low && found.high == seen.high) break;
+    seen = found;
+  }
+  old[t] = atomicExch(w + 1, Wide{(unsigned long long)t, ~0ull - t});
+  atomicAdd(two, make_float2(1, 2));
+  before[t] = atomicAdd(four, make_float4(1, 2, 3, 4));
+#endif
+}
+
+static void test_wide_atomics() {
+  cudaFuncAttributes attributes;
+  CUDA(cudaFuncGetAttributes(&attributes, wide_atomics));
+  if (attributes.ptxVersion < 90) return;
+  Device<Wide> w(std::vector<Wide>(2, Wide{5, 7})), old(64);
+  Device<float2> two(std::vector<float2>(1, make_float2(0, 0)));
+  Device<float4> four(std::vector<float4>(1, make_float4(0, 0, 0, 0))), before(64);
+  wide_atomics<<<1, 64>>>(w, old, two, four, before);
+  Wide sum = w.host()[0], last = w.host()[1];
+  CHECK(sum.low == 5 + 64 && sum.high == 7 + 128);
+  int seen = 0; // everybody's value is either found by another or left at the end
+  for (Wide x : old.host()) seen += x.low == 5 && x.high == 7 ? 1 : x.high == ~0ull - x.low;
+  CHECK(seen == 64 && last.high == ~0ull - last.low);
+  CHECK(two.host()[0].x == 64 && two.host()[0].y == 128 && four.host()[0].x == 64 && four.host()[0].w == 256);
+  int zero = 0;
+  for (float4 x : before.host()) zero += x.x == 0 && x.w == 0;
+  CHECK(zero == 1);
+}
+
 // ---- cp.async, shared memory, parameters, calls
 
 __global__ void copies(const float *in, float *out, int n) {
@@ -419,8 +457,8 @@ static void test_output() {
 }
 
 int main() {
-  test_warp(), test_subsets(), test_tiles(), test_atomics(), test_copies(), test_calls(), test_control(),
-      test_barriers();
+  test_warp(), test_subsets(), test_tiles(), test_atomics(), test_wide_atomics(), test_copies(), test_calls(),
+      test_control(), test_barriers();
   test_shapes(), test_output();
   return finish("execution");
 }
