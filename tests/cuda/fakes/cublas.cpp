@@ -1,7 +1,7 @@
 // The part of cuBLAS that computes matrix products, on the CPU: against the real header, in stream order, and as strict
 // as the library about arguments and type combinations. Sums are formed in f32, in order of k.
+#include "../ptxvm/runtime.h"
 #include "half.h"
-#include "runtime.h"
 #include <algorithm>
 #include <cstdint>
 #include <cstring>

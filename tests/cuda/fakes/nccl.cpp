@@ -1,9 +1,9 @@
 // The part of NCCL that distributed training calls, against the real header. Operations take their place in streams; a
 // collective happens when every rank's stream has come to it. Ranks that call different things are reported, where the
 // library would hang or mix up data.
-#include "device_memory.h"
+#include "../ptxvm/device_memory.h"
+#include "../ptxvm/report.h"
 #include "nccl_operation.h"
-#include "report.h"
 #include <cstring>
 #include <map>
 

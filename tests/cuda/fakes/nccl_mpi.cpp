@@ -1,7 +1,7 @@
 // Ranks are processes, and MPI carries the bytes; the program has called MPI_Init. Everything that may take long is
 // nonblocking, so that streams go on while a rank waits.
+#include "../ptxvm/report.h"
 #include "nccl_operation.h"
-#include "report.h"
 #include <algorithm>
 #include <cstring>
 #include <map>

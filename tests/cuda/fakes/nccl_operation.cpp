@@ -1,6 +1,6 @@
 #include "nccl_operation.h"
+#include "../ptxvm/report.h"
 #include "half.h"
-#include "report.h"
 
 namespace ptxvm {
 

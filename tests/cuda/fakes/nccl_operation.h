@@ -1,7 +1,7 @@
 // Inside of the fake NCCL: what one rank asks for, and how the bytes of a collective go round, whatever carries them.
 #pragma once
-#include "races.h"
-#include "runtime.h"
+#include "../ptxvm/races.h"
+#include "../ptxvm/runtime.h"
 #include <functional>
 #include <memory>
 #include <nccl.h>

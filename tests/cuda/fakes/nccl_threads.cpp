@@ -1,6 +1,6 @@
 // Ranks are threads, or one thread with several devices, of one process.
+#include "../ptxvm/report.h"
 #include "nccl_operation.h"
-#include "report.h"
 #include <algorithm>
 #include <cstring>
 #include <map>

@@ -55,13 +55,28 @@ static uint64_t mix(uint64_t a, uint64_t b) {
 
 static void fill(Lane *lanes, uint64_t value) { std::fill(lanes, lanes + kLanes, value); }
 
+static size_t special_slot(const char *name) {
+  const std::vector<std::string> &names = special_register_names();
+  return static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin()) * kLanes;
+}
+
+// What differs between the blocks of a launch.
+static void set_block_registers(const Block &block, Warp &warp) {
+  static const size_t x = special_slot("%ctaid.x"), y = special_slot("%ctaid.y"), z = special_slot("%ctaid.z");
+  static const size_t cluster = special_slot("%clusterid.x"), multiprocessor = special_slot("%smid");
+  Lane *special = warp.special.data();
+  fill(special + x, block.coordinates[0]);
+  fill(special + y, block.coordinates[1]);
+  fill(special + z, block.coordinates[2]);
+  fill(special + cluster, block.coordinates[0]);
+  fill(special + multiprocessor, block.id % 4);
+}
+
 static void set_special_registers(const Launch &launch, const Block &block, Warp &warp) {
-  static const std::vector<std::string> &names = special_register_names();
-  warp.special.resize(names.size() * kLanes);
-  auto slot = [&](const char *name) {
-    size_t index = static_cast<size_t>(std::find(names.begin(), names.end(), name) - names.begin());
-    return warp.special.data() + index * kLanes;
-  };
+  if (warp.special_launch == launch.serial) return set_block_registers(block, warp);
+  warp.special_launch = launch.serial;
+  warp.special.resize(special_register_names().size() * kLanes);
+  auto slot = [&](const char *name) { return warp.special.data() + special_slot(name); };
   const Dim &b = launch.block, &g = launch.grid;
   Lane *x = slot("%tid.x"), *y = slot("%tid.y"), *z = slot("%tid.z"), *lane = slot("%laneid");
   Lane *eq = slot("%lanemask_eq"), *lt = slot("%lanemask_lt"), *le = slot("%lanemask_le"), *gt = slot("%lanemask_gt"),
@@ -77,21 +92,17 @@ static void set_special_registers(const Launch &launch, const Block &block, Warp
                                                       {"%nctaid.x", g.x},
                                                       {"%nctaid.y", g.y},
                                                       {"%nctaid.z", g.z},
-                                                      {"%ctaid.x", block.coordinates[0]},
-                                                      {"%ctaid.y", block.coordinates[1]},
-                                                      {"%ctaid.z", block.coordinates[2]},
                                                       {"%warpid", static_cast<uint64_t>(warp.index)},
                                                       {"%nwarpid", block.warps.size()},
-                                                      {"%smid", block.id % 4},
                                                       {"%nsmid", 4},
                                                       {"%gridid", launch.serial},
                                                       {"%dynamic_smem_size", launch.dynamic_shared},
                                                       {"%total_smem_size", launch.shared_size},
                                                       {"WARP_SZ", kLanes},
                                                       {"%nclusterid.x", g.x},
-                                                      {"%clusterid.x", block.coordinates[0]},
                                                       {"%cluster_nctarank", 1}};
   for (auto &v : values) fill(slot(v.first), v.second & 0xffffffff);
+  set_block_registers(block, warp);
 }
 
 static void start_warp(const Launch &launch, Block &block, Warp &warp, int index) {
@@ -138,6 +149,7 @@ static uint64_t block_at(const Launch &launch, uint64_t position, const std::vec
 }
 
 constexpr size_t kMaxResident = 2048;
+constexpr uint64_t kWorthThreads = 2048; // smaller launches are over before a second worker has started
 
 // Blocks that spin, waiting for others, stay resident while new ones start.
 static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
@@ -207,6 +219,7 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   if (options().race) begin_race_launch(launch);
   uint64_t workers = options().workers ? static_cast<uint64_t>(options().workers) : std::thread::hardware_concurrency();
   if (!program.blocks_independent || options().race || is_serial()) workers = 1;
+  if (grid.count() * block.count() < kWorthThreads) workers = 1;
   workers = std::max<uint64_t>(1, std::min(workers, grid.count()));
   std::vector<std::thread> threads;
   for (uint64_t k = 1; k < workers; k++) threads.emplace_back([&] { work(launch, shuffled); });

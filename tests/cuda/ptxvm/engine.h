@@ -136,6 +136,7 @@ struct Warp {
   std::vector<Lane> registers;
   std::vector<uint32_t> preds; // apart from the others: lanes in different functions share the numbers
   std::vector<Lane> special;
+  uint64_t special_launch = 0; // the launch they were set for
   std::vector<uint8_t> local;
   uint32_t local_stride = 0;
   std::vector<Group> groups;
