@@ -101,13 +101,14 @@ const char *cudaGetErrorName(cudaError_t error) {
     NAME(cudaErrorInvalidPitchValue)
     NAME(cudaErrorInvalidSymbol)
     NAME(cudaErrorInvalidMemcpyDirection)
-    NAME(cudaErrorInvalidDeviceFunction) NAME(cudaErrorInvalidDevice) NAME(cudaErrorInvalidResourceHandle)
-        NAME(cudaErrorIllegalState) NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered)
-            NAME(cudaErrorHostMemoryNotRegistered) NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported)
-                NAME(cudaErrorStreamCaptureUnsupported) NAME(cudaErrorStreamCaptureInvalidated)
-                    NAME(cudaErrorStreamCaptureMerge) NAME(cudaErrorStreamCaptureUnmatched)
-                        NAME(cudaErrorStreamCaptureUnjoined) NAME(cudaErrorStreamCaptureIsolation)
-                            NAME(cudaErrorStreamCaptureImplicit) NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
+    NAME(cudaErrorInvalidDeviceFunction)
+    NAME(cudaErrorInvalidDevice) NAME(cudaErrorInvalidResourceHandle) NAME(cudaErrorIllegalState)
+        NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered) NAME(cudaErrorHostMemoryNotRegistered)
+            NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
+                NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)
+                    NAME(cudaErrorStreamCaptureUnmatched) NAME(cudaErrorStreamCaptureUnjoined)
+                        NAME(cudaErrorStreamCaptureIsolation) NAME(cudaErrorStreamCaptureImplicit)
+                            NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
 #undef NAME
                                 default : return "unrecognized error code";
   }

@@ -45,7 +45,7 @@ cudaError_t copy_async(const char *who, void *to, const void *from, size_t size,
   if (!direction_fits(to, from, kind)) return cudaErrorInvalidMemcpyDirection;
   view(to, size, who), view(from, size, who); // faults are reported where they are made
   bool pageable_from = !is_pinned_or_device(from), pageable_to = !is_pinned_or_device(to);
-  if (is_capturing(stream) && (pageable_from || pageable_to)) return refuse_under_capture(who);
+  if (is_capturing(stream) && (pageable_from || pageable_to)) return refuse_in_capture(stream);
   if (pageable_from) { // staged at once: the caller may change the buffer when the call returns
     auto staged =
         std::make_shared<std::vector<char>>(static_cast<const char *>(from), static_cast<const char *>(from) + size);
@@ -101,14 +101,14 @@ cudaError_t cudaFree(void *pointer) {
 }
 cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
   PTXVM_ENTER(cudaMallocAsync, remember(cudaErrorMemoryAllocation));
-  if (is_capturing(stream)) return remember(refuse_under_capture("cudaMallocAsync"));
+  if (is_capturing(stream)) return remember(refuse_in_capture(stream));
   *pointer = size ? reinterpret_cast<void *>(device_memory().allocate(size, "", current_device())) : nullptr;
   return *pointer || !size ? cudaSuccess : remember(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
   PTXVM_ENTER(cudaFreeAsync, remember(cudaErrorUnknown));
   if (!pointer) return cudaSuccess;
-  if (is_capturing(stream)) return remember(refuse_under_capture("cudaFreeAsync"));
+  if (is_capturing(stream)) return remember(refuse_in_capture(stream));
   const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
   if (!a || a->freed || a->base != reinterpret_cast<uint64_t>(pointer)) return remember(cudaErrorInvalidValue);
   return remember(

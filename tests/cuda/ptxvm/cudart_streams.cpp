@@ -122,7 +122,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data, unsigned) {
   PTXVM_ENTER(cudaStreamAddCallback, remember(cudaErrorUnknown));
-  if (is_capturing(stream)) return remember(refuse_under_capture("cudaStreamAddCallback"));
+  if (is_capturing(stream)) return remember(refuse_in_capture(stream));
   return remember(enqueue(stream, "cudaStreamAddCallback", [=] { callback(stream, cudaSuccess, data); }));
 }
 

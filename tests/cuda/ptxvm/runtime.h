@@ -43,6 +43,7 @@ int device_count();
 // Calls that capture forbids. Returns an error, and breaks the capture, when one is under way that this thread may
 // harm.
 cudaError_t refuse_under_capture(const char *name);
+cudaError_t refuse_in_capture(cudaStream_t stream); // work that a captured stream cannot take, in whatever mode
 
 // Fault injection: the n-th call of `name` ("*": of any function) fails. From PTXVM_FAIL=name:n or set by a test.
 bool injected_failure(const char *name);

@@ -275,6 +275,11 @@ cudaError_t refuse_under_capture(const char *) {
   return cudaSuccess;
 }
 
+cudaError_t refuse_in_capture(cudaStream_t handle) {
+  stream_of(handle)->capture->broken = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+
 bool is_pinned_or_device(const void *pointer) {
   return device_memory().find(reinterpret_cast<uint64_t>(pointer)) != nullptr;
 }

@@ -184,6 +184,17 @@ static void test_refusals() {
   });
   cudaGraph_t graph;
   cudaStream_t a = stream(), b = stream();
+  int pageable;
+  Device<int> source(1);
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed)); // no mode makes pageable memory safe
+  CHECK(
+      fails_with(cudaMemcpyAsync(&pageable, source, 4, cudaMemcpyDeviceToHost, a), cudaErrorStreamCaptureUnsupported));
+  CHECK(fails_with(cudaStreamEndCapture(a, &graph), cudaErrorStreamCaptureInvalidated));
+  void *allowed; // what relaxed capture does allow
+  CUDA(cudaStreamBeginCapture(a, cudaStreamCaptureModeRelaxed));
+  CUDA(cudaMalloc(&allowed, 16));
+  CUDA(cudaStreamEndCapture(a, &graph));
+  CUDA(cudaGraphDestroy(graph));
   CHECK(fails_with(cudaStreamEndCapture(a, &graph), cudaErrorIllegalState));
   CHECK(fails_with(cudaStreamBeginCapture(0, cudaStreamCaptureModeGlobal), cudaErrorStreamCaptureUnsupported));
   cudaEvent_t e = event();
