@@ -1,0 +1,120 @@
+// cudart: what the device says about itself, and the names of errors.
+#include "device_memory.h"
+#include "engine.h"
+#include "runtime.h"
+#include <cstring>
+
+using namespace ptxvm;
+
+static int attribute(cudaDeviceAttr which) {
+  bool hopper = options().capability >= 90;
+  switch (which) {
+  case cudaDevAttrComputeCapabilityMajor: return options().capability / 10;
+  case cudaDevAttrComputeCapabilityMinor: return options().capability % 10;
+  case cudaDevAttrMultiProcessorCount: return 4; // small, so that grid-stride loops are short of blocks
+  case cudaDevAttrMaxThreadsPerBlock: return 1024;
+  case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
+  case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
+  case cudaDevAttrMaxBlockDimX:
+  case cudaDevAttrMaxBlockDimY: return 1024;
+  case cudaDevAttrMaxBlockDimZ: return 64;
+  case cudaDevAttrMaxGridDimX: return 2147483647;
+  case cudaDevAttrMaxGridDimY:
+  case cudaDevAttrMaxGridDimZ: return 65535;
+  case cudaDevAttrMaxSharedMemoryPerBlock: return 49152;
+  case cudaDevAttrMaxSharedMemoryPerBlockOptin: return hopper ? 232448 : 166912;
+  case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return hopper ? 233472 : 167936;
+  case cudaDevAttrReservedSharedMemoryPerBlock: return 1024;
+  case cudaDevAttrTotalConstantMemory: return 65536;
+  case cudaDevAttrWarpSize: return kLanes;
+  case cudaDevAttrMaxRegistersPerBlock:
+  case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+  case cudaDevAttrL2CacheSize: return 1 << 25;
+  case cudaDevAttrClockRate: return 1000000;
+  case cudaDevAttrMemoryClockRate: return 1000000;
+  case cudaDevAttrGlobalMemoryBusWidth: return 1024;
+  case cudaDevAttrUnifiedAddressing:
+  case cudaDevAttrManagedMemory:
+  case cudaDevAttrConcurrentKernels:
+  case cudaDevAttrCanMapHostMemory:
+  case cudaDevAttrMemoryPoolsSupported:
+  case cudaDevAttrStreamPrioritiesSupported:
+  case cudaDevAttrCanUseHostPointerForRegisteredMem: return 1;
+  case cudaDevAttrAsyncEngineCount: return 2;
+  default: return 0;
+  }
+}
+
+extern "C" {
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int device) {
+  PTXVM_ENTER(cudaDeviceGetAttribute, remember(cudaErrorUnknown));
+  if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
+  *value = attribute(which);
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
+  PTXVM_ENTER(cudaGetDeviceProperties, remember(cudaErrorUnknown));
+  if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
+  *p = cudaDeviceProp();
+  strcpy(p->name, "ptxvm");
+  p->totalGlobalMem = DeviceMemory::total_bytes();
+  p->major = attribute(cudaDevAttrComputeCapabilityMajor);
+  p->minor = attribute(cudaDevAttrComputeCapabilityMinor);
+  p->multiProcessorCount = attribute(cudaDevAttrMultiProcessorCount);
+  p->sharedMemPerBlock = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlock));
+  p->sharedMemPerBlockOptin = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  p->sharedMemPerMultiprocessor = static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+  p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+  p->warpSize = kLanes;
+  p->maxThreadsPerBlock = 1024;
+  p->maxThreadsPerMultiProcessor = 2048;
+  p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+  p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+  p->totalConstMem = 65536;
+  p->l2CacheSize = attribute(cudaDevAttrL2CacheSize);
+  p->memoryBusWidth = attribute(cudaDevAttrGlobalMemoryBusWidth);
+  p->unifiedAddressing = p->managedMemory = p->concurrentKernels = p->canMapHostMemory = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaDeviceReset(void) { return cudaDeviceSynchronize(); }
+cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
+cudaError_t cudaDeviceSetCacheConfig(cudaFuncCache) { return cudaSuccess; }
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
+  *can = device != peer && device < device_count() && peer < device_count();
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
+cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
+
+const char *cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+#define NAME(e)                                                                                                        \
+  case e: return #e;
+    NAME(cudaSuccess)
+    NAME(cudaErrorInvalidValue)
+    NAME(cudaErrorMemoryAllocation)
+    NAME(cudaErrorInvalidConfiguration)
+    NAME(cudaErrorInvalidPitchValue)
+    NAME(cudaErrorInvalidSymbol)
+    NAME(cudaErrorInvalidMemcpyDirection)
+    NAME(cudaErrorInvalidDeviceFunction)
+    NAME(cudaErrorInvalidDevice) NAME(cudaErrorInvalidResourceHandle) NAME(cudaErrorIllegalState)
+        NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered) NAME(cudaErrorHostMemoryNotRegistered)
+            NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
+                NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)
+                    NAME(cudaErrorStreamCaptureUnmatched) NAME(cudaErrorStreamCaptureUnjoined)
+                        NAME(cudaErrorStreamCaptureIsolation) NAME(cudaErrorStreamCaptureImplicit)
+                            NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
+#undef NAME
+                                default : return "unrecognized error code";
+  }
+}
+const char *cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : cudaGetErrorName(error);
+}
+
+} // extern "C"

@@ -1,0 +1,335 @@
+#include "races.h"
+#include <algorithm>
+#include <set>
+
+namespace ptxvm {
+
+namespace {
+
+using Clocks = std::array<uint32_t, kLanes>;
+
+void join(Clocks &into, const Clocks &from) {
+  for (size_t k = 0; k < kLanes; k++) into[k] = std::max(into[k], from[k]);
+}
+
+// What a block has made visible to others: accesses up to a clock of each warp, and of single lanes beyond it.
+struct Released {
+  Clocks warps{};
+  std::map<int, Clocks> lanes;
+
+  void merge(const Released &other) {
+    join(warps, other.warps);
+    for (auto &entry : other.lanes) join(lanes[entry.first], entry.second);
+  }
+};
+using ReleasedByBlock = std::map<uint32_t, Released>;
+
+struct Access {
+  uint32_t launch = 0, task = 0, block = 0, warp_clock = 0, lane_clock = 0, instruction = 0;
+  uint16_t thread = 0;
+  bool sync = false;
+};
+
+struct Cell {
+  Access write, reads[2];
+};
+
+// Two bytes of memory; halves appear when single bytes are accessed.
+struct Pair {
+  Cell whole;
+  std::unique_ptr<std::array<Cell, 2>> bytes;
+
+  Cell &byte(uint64_t address) {
+    if (!bytes) bytes = std::make_unique<std::array<Cell, 2>>(std::array<Cell, 2>{whole, whole});
+    return (*bytes)[address & 1];
+  }
+};
+
+constexpr uint64_t kPageBytes = 4096;
+using Page = std::array<Pair, kPageBytes / 2>;
+
+struct LaunchRecord {
+  const Program *program = nullptr;
+  Dim grid, block;
+};
+
+struct Task {
+  std::string name;
+  uint64_t stream = 0, sequence = 0;
+  StreamClock before;
+};
+
+constexpr uint32_t kNoKernel = ~0u; // as launch: a copy or a library call
+
+struct Globals {
+  uint32_t launch = 0, task = 0;
+  std::vector<LaunchRecord> launches;
+  std::vector<Task> tasks{1};
+  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
+  std::unordered_map<uint64_t, ReleasedByBlock> released; // by the address of the flag
+  std::set<std::pair<std::string, std::string>> reported;
+  uint64_t cached_page = ~0ull;
+  Page *cached = nullptr;
+};
+
+Globals &globals() {
+  static auto *g = new Globals;
+  return *g;
+}
+
+} // namespace
+
+struct RaceLog {
+  std::vector<Pair> shared;
+  std::array<Clocks, kLanes> warps{};            // [observer][observed]
+  std::vector<std::array<Clocks, kLanes>> lanes; // [warp][observer][observed]
+  std::vector<Released> fenced;                  // by warp: what its fences cover
+  ReleasedByBlock acquired;                      // what other blocks have made visible to this one
+};
+
+std::shared_ptr<RaceLog> new_race_log(const Launch &launch, const Block &block) {
+  auto log = std::make_shared<RaceLog>();
+  log->shared.resize(launch.shared_size / 2 + 1);
+  log->lanes.resize(block.warps.size());
+  log->fenced.resize(block.warps.size());
+  for (size_t w = 0; w < block.warps.size(); w++) {
+    log->warps[w][w] = 1;
+    for (size_t l = 0; l < kLanes; l++) log->lanes[w][l][l] = 1;
+  }
+  return log;
+}
+
+void begin_race_launch(const Launch &launch) {
+  Globals &g = globals();
+  g.launch = static_cast<uint32_t>(launch.serial);
+  g.released.clear();
+  g.launches.resize(g.launch + 1);
+  g.launches[g.launch] = {launch.program, launch.grid, launch.block};
+}
+
+uint32_t new_race_task(const std::string &name, uint64_t stream, uint64_t sequence, StreamClock before) {
+  globals().tasks.push_back({name, stream, sequence, std::move(before)});
+  return static_cast<uint32_t>(globals().tasks.size() - 1);
+}
+void enter_race_task(uint32_t task) { globals().task = task; }
+uint32_t current_race_task() { return globals().task; }
+
+static bool task_ordered(uint32_t old, uint32_t now) {
+  const Globals &g = globals();
+  if (old == now) return true;
+  const Task &first = g.tasks[old];
+  auto it = g.tasks[now].before.find(first.stream);
+  return it != g.tasks[now].before.end() && it->second >= first.sequence;
+}
+
+static bool ordered_before(const RaceLog *of_block, const Access &old, const Access &now) {
+  if (old.launch != now.launch || !of_block) return !old.launch || task_ordered(old.task, now.task);
+  const RaceLog &log = *of_block;
+  size_t old_warp = old.thread / kLanes, old_lane = old.thread % kLanes;
+  size_t warp = now.thread / kLanes, lane = now.thread % kLanes;
+  if (old.block != now.block) {
+    auto it = log.acquired.find(old.block);
+    if (it == log.acquired.end()) return false;
+    if (it->second.warps[old_warp] >= old.warp_clock) return true;
+    auto lanes = it->second.lanes.find(static_cast<int>(old_warp));
+    return lanes != it->second.lanes.end() && lanes->second[old_lane] >= old.lane_clock;
+  }
+  if (old_warp == warp) return log.lanes[warp][lane][old_lane] >= old.lane_clock;
+  return log.warps[warp][old_warp] >= old.warp_clock;
+}
+
+static const Instruction *instruction_of(const Access &access, const Function **function) {
+  if (access.launch == kNoKernel) return nullptr;
+  for (auto &entry : globals().launches[access.launch].program->codes)
+    for (const Instruction &i : entry.second->instructions)
+      if (i.index == access.instruction) return *function = entry.first, &i;
+  return nullptr;
+}
+
+static std::string describe(const Access &access) {
+  const Globals &g = globals();
+  const Function *function = nullptr;
+  const Instruction *i = instruction_of(access, &function);
+  if (!i) return g.tasks[access.task].name;
+  const LaunchRecord &launch = g.launches[access.launch];
+  const Dim &grid = launch.grid, &b = launch.block;
+  uint32_t block = access.block, thread = access.thread;
+  char where[160];
+  snprintf(where, sizeof where, ", block (%u,%u,%u), thread (%u,%u,%u)", block % grid.x, block / grid.x % grid.y,
+           block / (grid.x * grid.y), thread % b.x, thread / b.x % b.y, thread / (b.x * b.y));
+  return "kernel " + demangle(launch.program->kernel->name) + "\n           at " +
+         describe_location(*function, *i->raw) + where;
+}
+
+// The toolkit's atomics on halves start their compare-and-swap loops from a plain read.
+static bool starts_toolkit_loop(const Access &access) {
+  const Function *function = nullptr;
+  const Instruction *i = instruction_of(access, &function);
+  if (!i) return false;
+  auto file = function->module->files.find(i->raw->location.file);
+  return file != function->module->files.end() && (file->second.find("cuda_fp16.h") != std::string::npos ||
+                                                   file->second.find("cuda_bf16.h") != std::string::npos);
+}
+
+static void report_race(const char *what, const Access &old, const Access &now, Space space, uint64_t address) {
+  Globals &g = globals();
+  if ((old.sync && starts_toolkit_loop(now)) || (now.sync && starts_toolkit_loop(old))) return;
+  std::string first = describe(old), second = describe(now);
+  if (!g.reported.insert({first.substr(0, first.find(", block")), second.substr(0, second.find(", block"))}).second)
+    return;
+  std::string place = space == Space::Shared ? "shared memory, offset " + std::to_string(address)
+                                             : "global memory, " + device_memory().describe(address, 1);
+  const char *between = old.task == now.task ? "" : " between streams";
+  note_fault(std::string("race") + between + ", " + what + ": " + place + "\n    first  " + first + "\n    second " +
+             second);
+}
+
+static void check_cell(const RaceLog *log, Cell &cell, const Access &now, AccessKind kind, Space space,
+                       uint64_t address) {
+  auto conflicts = [&](const Access &old) {
+    if (!old.launch || (old.sync && now.sync)) return false;
+    if (old.launch == now.launch && log && old.block == now.block && old.thread == now.thread) return false;
+    return !ordered_before(log, old, now);
+  };
+  bool writes = kind != AccessKind::Read;
+  // Lanes of one warp storing to one place by one instruction: one of them wins, which programs rely on.
+  bool same_store = cell.write.launch == now.launch && cell.write.block == now.block &&
+                    cell.write.instruction == now.instruction && cell.write.thread / kLanes == now.thread / kLanes &&
+                    kind == AccessKind::Write;
+  if (conflicts(cell.write) && !same_store)
+    report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
+  if (writes) {
+    for (const Access &read : cell.reads)
+      if (conflicts(read)) report_race("write after read", read, now, space, address);
+    cell.write = now;
+    return;
+  }
+  // Keep two readers that nothing orders; a later write has to come after both.
+  for (Access &read : cell.reads)
+    if (!read.launch || ordered_before(log, read, now)) {
+      read = now;
+      return;
+    }
+  cell.reads[1] = now;
+}
+
+static Pair &global_pair(uint64_t address) {
+  Globals &g = globals();
+  uint64_t page = address / kPageBytes;
+  if (page != g.cached_page) {
+    auto &slot = g.pages[page];
+    if (!slot) slot = std::make_unique<Page>();
+    g.cached_page = page;
+    g.cached = slot.get();
+  }
+  return (*g.cached)[address % kPageBytes / 2];
+}
+
+static void check_bytes(RaceLog *log, const Access &now, AccessKind kind, Space space, uint64_t address,
+                        uint64_t bytes) {
+  for (uint64_t a = address; a < address + bytes;) {
+    Pair &pair = space == Space::Shared ? log->shared[a / 2] : global_pair(a);
+    bool single = bytes == 1 || (a & 1) || a + 1 == address + bytes;
+    if (single || pair.bytes) {
+      check_cell(log, pair.byte(a), now, kind, space, a);
+      if (!single) check_cell(log, pair.byte(a + 1), now, kind, space, a + 1);
+    } else {
+      check_cell(log, pair.whole, now, kind, space, a);
+    }
+    a += single ? 1 : 2;
+  }
+}
+
+// Fence, then write the flag; read the flag, then go on: the second block sees what the first had done.
+static void pass_visibility(RaceLog &log, const Context &c, size_t warp, uint64_t address, bool reads, bool writes) {
+  Globals &g = globals();
+  uint32_t self = static_cast<uint32_t>(c.block->id);
+  if (reads) {
+    auto it = g.released.find(address);
+    if (it != g.released.end())
+      for (auto &entry : it->second)
+        if (entry.first != self) log.acquired[entry.first].merge(entry.second);
+  }
+  const Released &fenced = log.fenced[warp];
+  if (!writes || fenced.lanes.empty()) return;
+  ReleasedByBlock &flag = g.released[address];
+  flag[self].merge(fenced);
+  for (auto &entry : log.acquired) flag[entry.first].merge(entry.second);
+}
+
+void log_access(Context &c, const Instruction &i, const Footprint &footprint, AccessKind kind) {
+  RaceLog &log = *c.block->races;
+  size_t warp = static_cast<size_t>(c.warp->index);
+  const std::string &text = i.raw->text;
+  bool releases = kind != AccessKind::Read &&
+                  (text.find(".release") != std::string::npos || text.find(".acq_rel") != std::string::npos) &&
+                  text.find(".cta") == std::string::npos;
+  if (releases) log_fence(c, footprint.lanes);
+  for_lanes(footprint.lanes, [&](int lane) {
+    size_t l = static_cast<size_t>(lane);
+    Space space = footprint.space[l];
+    if (space != Space::Shared && space != Space::Global) return;
+    Access now;
+    now.launch = globals().launch;
+    now.task = globals().task;
+    now.block = static_cast<uint32_t>(c.block->id);
+    now.thread = static_cast<uint16_t>(warp * kLanes + l);
+    now.warp_clock = log.warps[warp][warp];
+    now.lane_clock = log.lanes[warp][l][l];
+    now.instruction = i.index;
+    now.sync = i.sync && i.raw->text.compare(0, 3, "cp.") != 0;
+    if (now.sync && space == Space::Global)
+      pass_visibility(log, c, warp, footprint.address[l], kind != AccessKind::Write, kind != AccessKind::Read);
+    check_bytes(&log, now, kind, space, footprint.address[l], static_cast<uint64_t>(footprint.bytes));
+  });
+}
+
+void log_range(uint64_t address, uint64_t size, bool writes) {
+  Access now;
+  now.launch = kNoKernel;
+  now.task = globals().task;
+  check_bytes(nullptr, now, writes ? AccessKind::Write : AccessKind::Read, Space::Global, address, size);
+}
+
+static void sync_lanes(std::array<Clocks, kLanes> &lanes, uint32_t members) {
+  Clocks all{};
+  for_lanes(members, [&](int l) { join(all, lanes[static_cast<size_t>(l)]); });
+  for_lanes(members, [&](int l) {
+    lanes[static_cast<size_t>(l)] = all;
+    lanes[static_cast<size_t>(l)][static_cast<size_t>(l)]++;
+  });
+}
+
+void log_warp_sync(Context &c, uint32_t members) {
+  sync_lanes(c.block->races->lanes[static_cast<size_t>(c.warp->index)], members);
+}
+
+void log_barrier(Context &c, const std::array<uint32_t, kLanes> &arrived) {
+  RaceLog &log = *c.block->races;
+  Clocks all{};
+  Released fenced;
+  for (size_t w = 0; w < log.lanes.size(); w++) {
+    if (!arrived[w]) continue;
+    sync_lanes(log.lanes[w], arrived[w]);
+    join(all, log.warps[w]);
+    fenced.merge(log.fenced[w]);
+  }
+  for (size_t w = 0; w < log.lanes.size(); w++) {
+    if (!arrived[w]) continue;
+    log.warps[w] = all;
+    log.warps[w][w]++;
+    log.fenced[w] = fenced;
+  }
+}
+
+void log_fence(Context &c, uint32_t mask) {
+  RaceLog &log = *c.block->races;
+  size_t warp = static_cast<size_t>(c.warp->index);
+  Released &fenced = log.fenced[warp];
+  Clocks warps = log.warps[warp];
+  warps[warp]--; // of its own warp, only lanes it has met
+  join(fenced.warps, warps);
+  for_lanes(mask, [&](int l) { join(fenced.lanes[static_cast<int>(warp)], log.lanes[warp][static_cast<size_t>(l)]); });
+}
+
+} // namespace ptxvm

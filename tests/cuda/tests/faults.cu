@@ -1,0 +1,182 @@
+// Planted faults: each is run on its own, and its report is expected. The names are those of CMakeLists.txt.
+#include "check.h"
+#include <cassert>
+#include <string>
+
+__global__ void write_past(int *p, int n) { p[threadIdx.x + n] = 1; }
+__global__ void read_past(const int *p, int *out) { out[threadIdx.x] = p[threadIdx.x * 2]; }
+__global__ void touch(int *p) { p[threadIdx.x] = 1; }
+__global__ void shared_past(int *out, int n) {
+  __shared__ int s[32];
+  s[threadIdx.x + n] = 1;
+  __syncthreads();
+  out[threadIdx.x] = s[threadIdx.x];
+}
+__global__ void misaligned(char *p) { *(int *)(p + threadIdx.x * 4 + 2) = 1; }
+__global__ void unset(int *out) {
+  __shared__ int s[64];
+  if (threadIdx.x < 31) s[threadIdx.x] = 1;
+  __syncthreads();
+  out[threadIdx.x] = s[threadIdx.x];
+}
+__global__ void divergent_barrier(int *out) {
+  if (threadIdx.x < 16) {
+    out[threadIdx.x] = 1;
+    __syncthreads();
+  } else {
+    out[threadIdx.x] = 2;
+    __syncthreads();
+    out[threadIdx.x] = 3;
+  }
+}
+__global__ void early_exit(int *out, int n) {
+  if (threadIdx.x >= n) return;
+  out[threadIdx.x] = 1;
+  __syncthreads();
+}
+__global__ void exited_lane(int *out) {
+  if (threadIdx.x == 31) return;
+  out[threadIdx.x] = __shfl_sync(0xffffffff, threadIdx.x, 0);
+}
+__global__ void foreign_mask(int *out) {
+  if (threadIdx.x < 16) out[threadIdx.x] = __ballot_sync(0xff, 1);
+}
+__global__ void bad_source(int *out) {
+  if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0xffff, threadIdx.x, 20);
+}
+__global__ void failed_assert(int n) { assert(threadIdx.x < n); }
+__global__ void deadlock(int *out) {
+  if (threadIdx.x < 32)
+    asm volatile("bar.sync 1, 64;" ::: "memory");
+  else
+    asm volatile("bar.sync 2, 64;" ::: "memory");
+  out[threadIdx.x] = 1;
+}
+__global__ void spin(volatile int *flag) {
+  while (*flag == 0) {
+  }
+}
+__global__ void missing_barrier(int *out) {
+  __shared__ int s[64];
+  s[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = s[threadIdx.x ^ 32];
+}
+__global__ void missing_second_barrier(int *out) {
+  __shared__ int s[64];
+  for (int k = 0; k < 3; k++) {
+    s[threadIdx.x] = k;
+    __syncthreads();
+    out[threadIdx.x] = s[63 - threadIdx.x]; // read while others already write the next round
+  }
+}
+__global__ void missing_warp_barrier(int *out) {
+  __shared__ int s[32];
+  s[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = s[threadIdx.x ^ 1];
+}
+__global__ void shared_count(int *out) {
+  __shared__ int s;
+  if (threadIdx.x == 0) s = 0;
+  __syncthreads();
+  s += 1;
+  __syncthreads();
+  out[0] = s;
+}
+__global__ void blocks_collide(int *out) { out[threadIdx.x] = blockIdx.x; }
+__global__ void byte_collide(unsigned char *out) {
+  if (threadIdx.x == 0) out[blockIdx.x / 2] = 1;
+}
+__global__ void no_fence(const int *in, int *partial, unsigned *ticket, int *out) {
+  __shared__ bool last;
+  partial[blockIdx.x * blockDim.x + threadIdx.x] = in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(ticket, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (last) out[threadIdx.x] = partial[threadIdx.x];
+}
+__global__ void unknown_instruction(int *out) {
+  unsigned mask;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(mask) : "r"(0));
+  out[0] = mask;
+}
+__global__ void local_past(int *out, int n) {
+  int local[4] = {1, 2, 3, 4};
+  for (int k = 0; k < n; k++) local[(k * 5) % n] += k;
+  out[threadIdx.x] = local[threadIdx.x & 3];
+}
+
+int main(int argc, char **argv) {
+  std::string name = argc > 1 ? argv[1] : "";
+  int *p;
+  CUDA(cudaMalloc(&p, 64 * sizeof(int)));
+  if (name == "write_past")
+    write_past<<<1, 32>>>(p, 33);
+  else if (name == "read_past")
+    read_past<<<1, 64>>>(p, p);
+  else if (name == "use_after_free") {
+    CUDA(cudaFree(p));
+    touch<<<1, 32>>>(p);
+  } else if (name == "unsynchronised") { // found although nobody waits for it
+    write_past<<<1, 32>>>(p, 33);
+    return 0;
+  } else if (name == "host_pointer") {
+    static int host[32];
+    touch<<<1, 32>>>(host);
+  } else if (name == "shared_past")
+    shared_past<<<1, 32>>>(p, 1);
+  else if (name == "local_past")
+    local_past<<<1, 32>>>(p, 7);
+  else if (name == "misaligned")
+    misaligned<<<1, 8>>>((char *)p);
+  else if (name == "unset")
+    unset<<<1, 32>>>(p);
+  else if (name == "divergent_barrier")
+    divergent_barrier<<<1, 32>>>(p);
+  else if (name == "early_exit")
+    early_exit<<<1, 64>>>(p, 40);
+  else if (name == "exited_lane")
+    exited_lane<<<1, 32>>>(p);
+  else if (name == "foreign_mask")
+    foreign_mask<<<1, 32>>>(p);
+  else if (name == "bad_source")
+    bad_source<<<1, 32>>>(p);
+  else if (name == "failed_assert")
+    failed_assert<<<1, 32>>>(5);
+  else if (name == "deadlock")
+    deadlock<<<1, 64>>>(p);
+  else if (name == "livelock") {
+    CUDA(cudaMemset(p, 0, 4));
+    spin<<<1, 32>>>(p);
+  } else if (name == "missing_barrier")
+    missing_barrier<<<1, 64>>>(p);
+  else if (name == "missing_second_barrier")
+    missing_second_barrier<<<1, 64>>>(p);
+  else if (name == "missing_warp_barrier")
+    missing_warp_barrier<<<1, 32>>>(p);
+  else if (name == "shared_count")
+    shared_count<<<1, 32>>>(p);
+  else if (name == "blocks_collide")
+    blocks_collide<<<2, 32>>>(p);
+  else if (name == "byte_collide")
+    byte_collide<<<4, 32>>>((unsigned char *)p);
+  else if (name == "no_fence") {
+    CUDA(cudaMemset(p, 0, 256));
+    int *partial, *out;
+    CUDA(cudaMalloc(&partial, 1024));
+    CUDA(cudaMalloc(&out, 1024));
+    no_fence<<<4, 32>>>(p, partial, (unsigned *)p + 40, out);
+  } else if (name == "host_read") {
+    volatile int v = *p;
+    (void)v;
+  } else if (name == "host_write") {
+    *(volatile int *)(p + 3) = 1;
+  } else if (name == "copy_past") {
+    int host[65];
+    CUDA(cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
+  } else if (name == "unknown_instruction")
+    unknown_instruction<<<1, 1>>>(p);
+  else
+    return 1;
+  CUDA(cudaDeviceSynchronize());
+  printf("nothing was noticed\n");
+}
