@@ -29,10 +29,8 @@ float read(const void *p, int64_t k, cudaDataType type) {
   return type == CUDA_R_16F ? half_value(bits) : brain_value(bits);
 }
 void write(void *p, int64_t k, cudaDataType type, float value) {
-  if (type == CUDA_R_32F)
-    static_cast<float *>(p)[k] = value;
-  else
-    static_cast<uint16_t *>(p)[k] = type == CUDA_R_16F ? half_bits(value) : brain_bits(value);
+  if (type == CUDA_R_32F) static_cast<float *>(p)[k] = value;
+  else static_cast<uint16_t *>(p)[k] = type == CUDA_R_16F ? half_bits(value) : brain_bits(value);
 }
 
 struct Shape {
@@ -104,10 +102,8 @@ struct Scalar {
 };
 Scalar scalar(cublasHandle_t handle, const void *p) {
   Scalar s;
-  if (handle->pointer_mode == CUBLAS_POINTER_MODE_DEVICE)
-    s.device = p;
-  else
-    s.value = *static_cast<const float *>(p);
+  if (handle->pointer_mode == CUBLAS_POINTER_MODE_DEVICE) s.device = p;
+  else s.value = *static_cast<const float *>(p);
   return s;
 }
 

@@ -63,10 +63,8 @@ public:
     if (world_->aborted.count(rank_)) return true;
     if (!o->arrived) o->arrived = true, o->race_task = current_race_task();
     if (!o->done) {
-      if (o->call.kind == Kind::Send || o->call.kind == Kind::Recv)
-        try_transfer(o);
-      else
-        try_collective(o->sequence);
+      if (o->call.kind == Kind::Send || o->call.kind == Kind::Recv) try_transfer(o);
+      else try_collective(o->sequence);
     }
     return o->done;
   }

@@ -78,10 +78,8 @@ template <class T> void bfi(Context &c, const Instruction &i, uint32_t mask) {
 
 template <bool kWrap> struct Bmsk {
   uint32_t operator()(uint32_t a, uint32_t b) const {
-    if (kWrap)
-      a &= 31, b &= 31;
-    else if (a > 31)
-      return 0;
+    if (kWrap) a &= 31, b &= 31;
+    else if (a > 31) return 0;
     uint32_t ones = b > 31 ? ~0u : (1u << b) - 1;
     return ones << a;
   }
@@ -179,24 +177,18 @@ void pred_not(Context &c, const Instruction &i, uint32_t mask) {
 void add_bit_instructions(DecodeTable &t) {
   t["popc"] = [](Decoder &d) {
     operands(d, 1);
-    if (d.take_type() == Type::B64)
-      d.out.handler = unary<uint32_t, uint64_t, Popc>;
-    else
-      d.out.handler = unary<uint32_t, uint32_t, Popc>;
+    if (d.take_type() == Type::B64) d.out.handler = unary<uint32_t, uint64_t, Popc>;
+    else d.out.handler = unary<uint32_t, uint32_t, Popc>;
   };
   t["clz"] = [](Decoder &d) {
     operands(d, 1);
-    if (d.take_type() == Type::B64)
-      d.out.handler = unary<uint32_t, uint64_t, Clz>;
-    else
-      d.out.handler = unary<uint32_t, uint32_t, Clz>;
+    if (d.take_type() == Type::B64) d.out.handler = unary<uint32_t, uint64_t, Clz>;
+    else d.out.handler = unary<uint32_t, uint32_t, Clz>;
   };
   t["brev"] = [](Decoder &d) {
     operands(d, 1);
-    if (d.take_type() == Type::B64)
-      d.out.handler = unary<uint64_t, uint64_t, Brev>;
-    else
-      d.out.handler = unary<uint32_t, uint32_t, Brev>;
+    if (d.take_type() == Type::B64) d.out.handler = unary<uint64_t, uint64_t, Brev>;
+    else d.out.handler = unary<uint32_t, uint32_t, Brev>;
   };
   t["bfind"] = [](Decoder &d) {
     operands(d, 1);
@@ -215,10 +207,8 @@ void add_bit_instructions(DecodeTable &t) {
   };
   t["bfi"] = [](Decoder &d) {
     operands(d, 4);
-    if (d.take_type() == Type::B64)
-      d.out.handler = bfi<uint64_t>;
-    else
-      d.out.handler = bfi<uint32_t>;
+    if (d.take_type() == Type::B64) d.out.handler = bfi<uint64_t>;
+    else d.out.handler = bfi<uint32_t>;
   };
   t["bmsk"] = [](Decoder &d) {
     operands(d, 2);

@@ -34,14 +34,10 @@ template <int kCompare> struct Compare {
 struct HalfValue {}; // tags for reading operands as f16 and bf16
 struct BrainValue {};
 template <class T> auto compare_operand(Lane v, bool ftz) {
-  if constexpr (std::is_same_v<T, HalfValue>)
-    return f16_of(v);
-  else if constexpr (std::is_same_v<T, BrainValue>)
-    return bf16_of(v);
-  else if constexpr (std::is_same_v<T, float>)
-    return ftz ? flush(f32_of(v)) : f32_of(v);
-  else
-    return narrow<T>(v);
+  if constexpr (std::is_same_v<T, HalfValue>) return f16_of(v);
+  else if constexpr (std::is_same_v<T, BrainValue>) return bf16_of(v);
+  else if constexpr (std::is_same_v<T, float>) return ftz ? flush(f32_of(v)) : f32_of(v);
+  else return narrow<T>(v);
 }
 
 template <class T, int kCompare> uint32_t compare(Context &c, const Instruction &i, uint32_t mask) {
@@ -146,12 +142,9 @@ void decode_setp(Decoder &d) {
   if (d.operand(0).kind == Operand::Sink) d.out.dst = d.pred_sink();
   d.source(0, 1);
   d.source(1, 2);
-  if (type == Type::F16x2)
-    d.out.handler = comparison_handler<HalfValue, MakePair>(which);
-  else if (type == Type::BF16x2)
-    d.out.handler = comparison_handler<BrainValue, MakePair>(which);
-  else
-    d.out.handler = scalar_comparison<MakeSetp>(type, which);
+  if (type == Type::F16x2) d.out.handler = comparison_handler<HalfValue, MakePair>(which);
+  else if (type == Type::BF16x2) d.out.handler = comparison_handler<BrainValue, MakePair>(which);
+  else d.out.handler = scalar_comparison<MakeSetp>(type, which);
 }
 
 int32_t true_value(Type to) {

@@ -82,8 +82,7 @@ template <class T> void int_to_float(Context &c, const Instruction &i, uint32_t 
   using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
   for_lanes(mask, [&](int l) {
     Wide v = narrow<T>(a[l]);
-    if (t.to == Type::F32)
-      d[l] = bits_of(to_f32(v, t.rounding));
+    if (t.to == Type::F32) d[l] = bits_of(to_f32(v, t.rounding));
     else if (t.to == Type::F64)
       d[l] = bits_of(t.rounding == Rounding::NearestEven ? static_cast<double>(v) : to_f64(v, t.rounding));
     else { // 64 bits do not fit a double: round to odd, then to the format

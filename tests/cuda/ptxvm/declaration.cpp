@@ -11,14 +11,10 @@ Declaration parse_declaration(Lexer &lex) {
     if (d.name.empty()) lex.fail("expected a name");
     if (d.name[0] != '.') break;
     std::string mod = d.name.substr(1);
-    if (mod == "align")
-      align = static_cast<uint64_t>(lex.integer());
-    else if (mod == "v2")
-      vector = 2;
-    else if (mod == "v4")
-      vector = 4;
-    else if (type_named(mod) != Type::None)
-      d.type = type_named(mod);
+    if (mod == "align") align = static_cast<uint64_t>(lex.integer());
+    else if (mod == "v2") vector = 2;
+    else if (mod == "v4") vector = 4;
+    else if (type_named(mod) != Type::None) d.type = type_named(mod);
     else if (mod != "ptr" && mod != "global" && mod != "shared" && mod != "const" && mod != "local" && mod != "param" &&
              mod != "reg" && mod != "attribute")
       lex.fail("unknown declaration modifier ." + mod);

@@ -161,10 +161,8 @@ void Decoder::address(int slot, size_t k) {
     Space space = memory.symbol->space;
     out.imm += static_cast<int64_t>(symbol_value(*memory.symbol));
     out.frame_relative = space == Space::Local || (space == Space::Param && !function.is_entry);
-    if (out.frame_relative)
-      out.space = Space::Local;
-    else if (out.space == Space::Generic)
-      out.space = space;
+    if (out.frame_relative) out.space = Space::Local;
+    else if (out.space == Space::Generic) out.space = space;
   } else if (out.space == Space::Param && !function.is_entry) {
     out.space = Space::Local;
   }
@@ -175,8 +173,7 @@ std::vector<Ref> Decoder::refs(const Operand &operand) {
   std::vector<Ref> list;
   if (operand.kind == Operand::Vector)
     for (const Operand &element : operand.elements) list.push_back(ref(element));
-  else
-    list.push_back(ref(operand));
+  else list.push_back(ref(operand));
   return list;
 }
 

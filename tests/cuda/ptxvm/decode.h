@@ -91,21 +91,15 @@ template <class F> void with_integer_type(Type type, F f) {
 
 // Handlers of instructions that compute lane by lane: the functor says what, T how operands are read and written.
 template <class T> inline Lane widen(T value) {
-  if constexpr (std::is_same_v<T, float>)
-    return bits_of(value);
-  else if constexpr (std::is_same_v<T, double>)
-    return bits_of(value);
-  else
-    return static_cast<Lane>(static_cast<int64_t>(value));
+  if constexpr (std::is_same_v<T, float>) return bits_of(value);
+  else if constexpr (std::is_same_v<T, double>) return bits_of(value);
+  else return static_cast<Lane>(static_cast<int64_t>(value));
 }
 template <> inline Lane widen<uint64_t>(uint64_t value) { return value; }
 template <class T> inline T narrow(Lane value) {
-  if constexpr (std::is_same_v<T, float>)
-    return f32_of(value);
-  else if constexpr (std::is_same_v<T, double>)
-    return f64_of(value);
-  else
-    return static_cast<T>(value);
+  if constexpr (std::is_same_v<T, float>) return f32_of(value);
+  else if constexpr (std::is_same_v<T, double>) return f64_of(value);
+  else return static_cast<T>(value);
 }
 
 template <class To, class From, class F> void unary(Context &c, const Instruction &i, uint32_t mask) {

@@ -102,8 +102,7 @@ std::string DeviceMemory::describe(uint64_t address, uint64_t size) const {
   else if (offset < a.size + (1 << 20))
     snprintf(text, sizeof text, "0x%" PRIx64 ", %" PRIu64 " bytes past the end of the %s%s of %" PRIu64 " bytes",
              address, offset < a.size ? 0 : offset - a.size, freed, a.what.c_str(), a.size);
-  else
-    snprintf(text, sizeof text, "0x%" PRIx64 " is not in any allocation", address);
+  else snprintf(text, sizeof text, "0x%" PRIx64 " is not in any allocation", address);
   return text;
 }
 

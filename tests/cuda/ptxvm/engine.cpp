@@ -17,16 +17,12 @@ static Options read_options() {
     return value ? value : "";
   };
   std::string order = text("PTXVM_ORDER");
-  if (order == "forward")
-    o.order = Order::Forward;
-  else if (order == "reverse")
-    o.order = Order::Reverse;
-  else if (order == "lockstep" || order.empty())
-    o.order = Order::Lockstep;
+  if (order == "forward") o.order = Order::Forward;
+  else if (order == "reverse") o.order = Order::Reverse;
+  else if (order == "lockstep" || order.empty()) o.order = Order::Lockstep;
   else if (order.find_first_not_of("0123456789") == std::string::npos)
     o.order = Order::Seeded, o.seed = strtoull(order.c_str(), nullptr, 10);
-  else
-    stop("PTXVM_ORDER is '%s', expected lockstep, forward, reverse or a seed", order.c_str());
+  else stop("PTXVM_ORDER is '%s', expected lockstep, forward, reverse or a seed", order.c_str());
   o.race = !text("PTXVM_RACE").empty() && text("PTXVM_RACE") != "0";
   o.stats = !text("PTXVM_STATS").empty();
   if (!text("PTXVM_WORKERS").empty()) o.workers = atoi(text("PTXVM_WORKERS").c_str());
@@ -180,10 +176,8 @@ static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
       block = std::move(resident.front());
       resident.pop_front();
     }
-    if (run_block(c, *block))
-      spare = std::move(block);
-    else
-      resident.push_back(std::move(block));
+    if (run_block(c, *block)) spare = std::move(block);
+    else resident.push_back(std::move(block));
     uint64_t total = launch.instructions += c.instructions - counted;
     counted = c.instructions;
     if (total > options().instruction_limit)

@@ -166,12 +166,9 @@ template <class Format, class F, int kParts, int kSources> void half(Context &c,
     for (int part = 0; part < kParts; part++) {
       int shift = 16 * part;
       float x = Format::decode(a[l] >> shift), value;
-      if constexpr (kSources == 1)
-        value = F()(x);
-      else if constexpr (kSources == 2)
-        value = F()(x, Format::decode(b[l] >> shift));
-      else
-        value = F()(x, Format::decode(b[l] >> shift), Format::decode(e[l] >> shift));
+      if constexpr (kSources == 1) value = F()(x);
+      else if constexpr (kSources == 2) value = F()(x, Format::decode(b[l] >> shift));
+      else value = F()(x, Format::decode(b[l] >> shift), Format::decode(e[l] >> shift));
       result |= finish_half<Format>(i, value) << shift;
     }
     d[l] = result;
@@ -211,12 +208,9 @@ template <class F, FloatOp kOp, int kSources> void decode_arithmetic(Decoder &d,
   auto pick = [&](auto t, auto flushing) -> Handler {
     using T = decltype(t);
     using G = Flushing<F, decltype(flushing)::value>;
-    if constexpr (kSources == 1)
-      return unary<T, T, G>;
-    else if constexpr (kSources == 2)
-      return binary<T, T, G>;
-    else
-      return ternary<T, T, G>;
+    if constexpr (kSources == 1) return unary<T, T, G>;
+    else if constexpr (kSources == 2) return binary<T, T, G>;
+    else return ternary<T, T, G>;
   };
   if (type == Type::F32) {
     bool ftz = d.out.imm & kFtz;
@@ -249,10 +243,8 @@ template <bool kLargest> void decode_extreme(Decoder &d, Type type) {
 }
 
 template <bool kNegate> void decode_sign(Decoder &d, Type type) {
-  if (type == Type::F32)
-    d.out.handler = sign_change_real<float, kNegate>;
-  else if (type == Type::F64)
-    d.out.handler = sign_change_real<double, kNegate>;
+  if (type == Type::F32) d.out.handler = sign_change_real<float, kNegate>;
+  else if (type == Type::F64) d.out.handler = sign_change_real<double, kNegate>;
   else {
     bool packed = type == Type::F16x2 || type == Type::BF16x2;
     d.out.target = static_cast<int32_t>(packed ? 0x80008000u : 0x8000u);
@@ -269,10 +261,8 @@ template <class F> void decode_approximation(Decoder &d) {
   d.out.mode = static_cast<uint8_t>(d.take_rounding(Rounding::NearestEven));
   if (type == Type::F32)
     d.out.handler = d.out.imm & kFtz ? unary<float, float, Flushing<F, true>> : unary<float, float, F>;
-  else if (type == Type::F64)
-    d.out.handler = unary<double, double, F>;
-  else
-    d.out.handler = half_handler<F, 1>(type);
+  else if (type == Type::F64) d.out.handler = unary<double, double, F>;
+  else d.out.handler = half_handler<F, 1>(type);
 }
 
 template <class F, FloatOp kOp> void decode_root(Decoder &d) { // rcp and sqrt also come correctly rounded
@@ -320,24 +310,15 @@ void decode_float_arithmetic(Decoder &d, Type type) {
   d.destination(0);
   for (int k = 0; k < (one ? 1 : three ? 3 : 2); k++) d.source(k, static_cast<size_t>(k) + 1);
   take_flags(d);
-  if (op == "add")
-    decode_arithmetic<Add, FloatOp::Add, 2>(d, type);
-  else if (op == "sub")
-    decode_arithmetic<Sub, FloatOp::Sub, 2>(d, type);
-  else if (op == "mul")
-    decode_arithmetic<Mul, FloatOp::Mul, 2>(d, type);
-  else if (op == "div")
-    d.ignore({"full", "approx"}), decode_arithmetic<Div, FloatOp::Div, 2>(d, type);
-  else if (three)
-    decode_arithmetic<Fma, FloatOp::Fma, 3>(d, type);
-  else if (op == "min")
-    decode_extreme<false>(d, type);
-  else if (op == "max")
-    decode_extreme<true>(d, type);
-  else if (op == "abs")
-    decode_sign<false>(d, type);
-  else
-    decode_sign<true>(d, type);
+  if (op == "add") decode_arithmetic<Add, FloatOp::Add, 2>(d, type);
+  else if (op == "sub") decode_arithmetic<Sub, FloatOp::Sub, 2>(d, type);
+  else if (op == "mul") decode_arithmetic<Mul, FloatOp::Mul, 2>(d, type);
+  else if (op == "div") d.ignore({"full", "approx"}), decode_arithmetic<Div, FloatOp::Div, 2>(d, type);
+  else if (three) decode_arithmetic<Fma, FloatOp::Fma, 3>(d, type);
+  else if (op == "min") decode_extreme<false>(d, type);
+  else if (op == "max") decode_extreme<true>(d, type);
+  else if (op == "abs") decode_sign<false>(d, type);
+  else decode_sign<true>(d, type);
 }
 
 void add_float_instructions(DecodeTable &t) {

@@ -73,14 +73,10 @@ template <class T, CarryOp kOp> void with_carry(Context &c, const Instruction &i
     unsigned __int128 x = narrow<U>(a[l]), y = narrow<U>(b[l]),
                       carry = reads ? c.warp->carry[static_cast<size_t>(l)] : 0;
     unsigned __int128 sum;
-    if (kOp == CarryOp::Sub)
-      sum = x - y - carry;
-    else if (kOp == CarryOp::Add)
-      sum = x + y + carry;
-    else if (kOp == CarryOp::MadLow)
-      sum = (unsigned __int128)static_cast<U>(x * y) + narrow<U>(e[l]) + carry;
-    else
-      sum = (unsigned __int128)static_cast<U>(MulHigh()(narrow<T>(a[l]), narrow<T>(b[l]))) + narrow<U>(e[l]) + carry;
+    if (kOp == CarryOp::Sub) sum = x - y - carry;
+    else if (kOp == CarryOp::Add) sum = x + y + carry;
+    else if (kOp == CarryOp::MadLow) sum = (unsigned __int128)static_cast<U>(x * y) + narrow<U>(e[l]) + carry;
+    else sum = (unsigned __int128)static_cast<U>(MulHigh()(narrow<T>(a[l]), narrow<T>(b[l]))) + narrow<U>(e[l]) + carry;
     if (writes) c.warp->carry[static_cast<size_t>(l)] = static_cast<uint32_t>(sum >> bits<T>() & 1);
     d[l] = widen<T>(static_cast<T>(sum));
   });
@@ -91,10 +87,8 @@ template <CarryOp kOp> void decode_carry(Decoder &d, Type type, bool reads) {
   d.out.mode = static_cast<uint8_t>((reads ? 1 : 0) | (writes ? 2 : 0));
   with_integer_type(type, [&](auto t) {
     using T = decltype(t);
-    if constexpr (sizeof(T) >= 4)
-      d.out.handler = with_carry<T, kOp>;
-    else
-      d.unsupported("carry in this type");
+    if constexpr (sizeof(T) >= 4) d.out.handler = with_carry<T, kOp>;
+    else d.unsupported("carry in this type");
   });
 }
 
@@ -176,20 +170,16 @@ void add_integer_instructions(DecodeTable &t) {
     if (took_float(d, type)) return;
     operands(d, 2);
     if (d.raw.text.find(".cc") != std::string::npos) return decode_carry<CarryOp::Add>(d, type, false);
-    if (d.take("sat"))
-      d.out.handler = binary<int32_t, int32_t, AddSat>;
-    else
-      decode_binary<Add>(d, type);
+    if (d.take("sat")) d.out.handler = binary<int32_t, int32_t, AddSat>;
+    else decode_binary<Add>(d, type);
   };
   t["sub"] = [](Decoder &d) {
     Type type = d.take_type();
     if (took_float(d, type)) return;
     operands(d, 2);
     if (d.raw.text.find(".cc") != std::string::npos) return decode_carry<CarryOp::Sub>(d, type, false);
-    if (d.take("sat"))
-      d.out.handler = binary<int32_t, int32_t, SubSat>;
-    else
-      decode_binary<Sub>(d, type);
+    if (d.take("sat")) d.out.handler = binary<int32_t, int32_t, SubSat>;
+    else decode_binary<Sub>(d, type);
   };
   t["addc"] = [](Decoder &d) { operands(d, 2), decode_carry<CarryOp::Add>(d, d.take_type(), true); };
   t["subc"] = [](Decoder &d) { operands(d, 2), decode_carry<CarryOp::Sub>(d, d.take_type(), true); };
@@ -215,10 +205,8 @@ void add_integer_instructions(DecodeTable &t) {
   t["mul24"] = [](Decoder &d) {
     d.take("lo");
     operands(d, 2);
-    if (d.take_type() == Type::S32)
-      d.out.handler = binary<int32_t, int32_t, Mul24>;
-    else
-      d.out.handler = binary<uint32_t, uint32_t, Mul24>;
+    if (d.take_type() == Type::S32) d.out.handler = binary<int32_t, int32_t, Mul24>;
+    else d.out.handler = binary<uint32_t, uint32_t, Mul24>;
   };
   t["div"] = [](Decoder &d) {
     Type type = d.take_type();

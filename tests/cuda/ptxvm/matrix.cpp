@@ -59,10 +59,8 @@ void finish_mma(Context &c, const Instruction &i) {
     int g = l / 4, t = l % 4;
     for (int k = 0; k < static_cast<int>(d.size()); k++) {
       Lane &out = reinterpret_cast<Lane *>(c.bases[0] + d[static_cast<size_t>(k)])[l];
-      if (d.size() == 4)
-        out = bits_of(static_cast<float>(m.c[g + 8 * (k / 2)][2 * t + k % 2]));
-      else
-        out = f16_bits(m.c[g + 8 * k][2 * t]) | f16_bits(m.c[g + 8 * k][2 * t + 1]) << 16;
+      if (d.size() == 4) out = bits_of(static_cast<float>(m.c[g + 8 * (k / 2)][2 * t + k % 2]));
+      else out = f16_bits(m.c[g + 8 * k][2 * t]) | f16_bits(m.c[g + 8 * k][2 * t + 1]) << 16;
     }
   }
 }
@@ -136,10 +134,8 @@ void decode_ldmatrix(Decoder &d) {
 void finish_matrix(Context &c, const Instruction &i, uint32_t lanes, uint32_t members) {
   if (lanes != kAllLanes || members != kAllLanes)
     fault(c, i, __builtin_ctz(lanes), "%s needs all 32 lanes of the warp at the same instruction", i.raw->text.c_str());
-  if (static_cast<WarpOp>(i.mode) == WarpOp::Mma)
-    finish_mma(c, i);
-  else
-    finish_ldmatrix(c, i);
+  if (static_cast<WarpOp>(i.mode) == WarpOp::Mma) finish_mma(c, i);
+  else finish_ldmatrix(c, i);
 }
 
 void add_matrix_instructions(DecodeTable &t) {

@@ -62,10 +62,8 @@ void decode_mov_128(Decoder &d) {
   const Operand &parts = d.operand(unpacks ? 0 : 1);
   if (parts.elements.size() != 2) d.unsupported("128-bit registers, but in two halves");
   d.extra().refs = d.refs(parts);
-  if (unpacks)
-    d.source(0, 1);
-  else
-    d.destination(0);
+  if (unpacks) d.source(0, 1);
+  else d.destination(0);
   d.out.handler = unpacks ? mov_unpack_128 : mov_pack_128;
 }
 
@@ -99,14 +97,10 @@ void decode_mov(Decoder &d) {
   } else {
     d.destination(0);
     d.source(0, 1);
-    if (d.out.frame_relative)
-      d.out.handler = mov_frame_address;
-    else if (d.out.size == 8)
-      d.out.handler = mov<uint64_t>;
-    else if (d.out.size == 4)
-      d.out.handler = mov<uint32_t>;
-    else
-      d.out.handler = mov<uint16_t>;
+    if (d.out.frame_relative) d.out.handler = mov_frame_address;
+    else if (d.out.size == 8) d.out.handler = mov<uint64_t>;
+    else if (d.out.size == 4) d.out.handler = mov<uint32_t>;
+    else d.out.handler = mov<uint16_t>;
   }
 }
 
@@ -249,10 +243,8 @@ void decode_load(Decoder &d) {
   bool param = d.out.space == Space::Param;
   with_integer_type(type, [&](auto t) {
     using T = decltype(t);
-    if (param)
-      d.out.handler = vector ? load_param<T, true> : load_param<T, false>;
-    else
-      d.out.handler = vector ? load<T, true> : load<T, false>;
+    if (param) d.out.handler = vector ? load_param<T, true> : load_param<T, false>;
+    else d.out.handler = vector ? load<T, true> : load<T, false>;
   });
 }
 
@@ -266,10 +258,8 @@ void decode_store(Decoder &d) {
   d.out.size = static_cast<uint8_t>(size_of(type));
   d.address(0, 0);
   bool vector = d.operand(1).kind == Operand::Vector;
-  if (vector)
-    d.extra().refs = d.refs(d.operand(1));
-  else
-    d.source(1, 1);
+  if (vector) d.extra().refs = d.refs(d.operand(1));
+  else d.source(1, 1);
   with_integer_type(type, [&](auto t) {
     using T = std::make_unsigned_t<decltype(t)>;
     d.out.handler = vector ? store<T, true> : store<T, false>;

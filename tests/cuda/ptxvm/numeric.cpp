@@ -57,8 +57,7 @@ double decode_float(uint32_t bits, const FloatFormat &format) {
   double value;
   if (format.has_infinity && magnitude >= all_ones >> man << man)
     value = magnitude == all_ones >> man << man ? INFINITY : NAN;
-  else if (!format.has_infinity && magnitude == all_ones)
-    value = NAN;
+  else if (!format.has_infinity && magnitude == all_ones) value = NAN;
   else {
     int exponent = static_cast<int>(magnitude >> man);
     double fraction = magnitude & ((1u << man) - 1);

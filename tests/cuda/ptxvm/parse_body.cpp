@@ -92,12 +92,9 @@ private:
     }
     std::string word = lex_.word();
     if (word.empty()) lex_.fail("cannot read this");
-    if (word[0] == '.')
-      parse_directive(word);
-    else if (lex_.peek() == ':')
-      parse_label(word);
-    else
-      parse_instruction(word, -1, false);
+    if (word[0] == '.') parse_directive(word);
+    else if (lex_.peek() == ':') parse_label(word);
+    else parse_instruction(word, -1, false);
   }
 
   void parse_label(const std::string &name) {
@@ -122,22 +119,14 @@ private:
   }
 
   void parse_directive(const std::string &word) {
-    if (word == ".reg")
-      parse_registers();
-    else if (word == ".shared")
-      parse_variable(Space::Shared);
-    else if (word == ".local")
-      parse_variable(Space::Local);
-    else if (word == ".param")
-      parse_variable(Space::Local); // an argument on its way to a call
-    else if (word == ".loc")
-      parse_location();
-    else if (word == ".pragma")
-      lex_.skip_past(';');
-    else if (word == ".file")
-      lex_.skip_line();
-    else
-      lex_.fail("unknown directive '" + word + "'");
+    if (word == ".reg") parse_registers();
+    else if (word == ".shared") parse_variable(Space::Shared);
+    else if (word == ".local") parse_variable(Space::Local);
+    else if (word == ".param") parse_variable(Space::Local); // an argument on its way to a call
+    else if (word == ".loc") parse_location();
+    else if (word == ".pragma") lex_.skip_past(';');
+    else if (word == ".file") lex_.skip_line();
+    else lex_.fail("unknown directive '" + word + "'");
   }
 
   void parse_registers() {

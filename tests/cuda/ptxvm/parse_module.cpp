@@ -14,28 +14,17 @@ public:
     while (lex_.peek()) {
       std::string word = lex_.word();
       while (word == ".visible" || word == ".extern" || word == ".weak" || word == ".common") word = lex_.word();
-      if (word == ".version")
-        parse_version();
-      else if (word == ".target" || word == ".address_size")
-        lex_.skip_line();
-      else if (word == ".file")
-        parse_file();
-      else if (word == ".section")
-        lex_.skip_past('{'), lex_.skip_braces();
-      else if (word == ".pragma")
-        lex_.skip_past(';');
-      else if (word == ".entry" || word == ".func")
-        parse_function(word == ".entry");
-      else if (word == ".global")
-        parse_variable(Space::Global);
-      else if (word == ".const")
-        parse_variable(Space::Const);
-      else if (word == ".shared")
-        parse_variable(Space::Shared);
-      else if (word == ".alias")
-        lex_.skip_past(';');
-      else
-        lex_.fail("unknown directive '" + word + "'");
+      if (word == ".version") parse_version();
+      else if (word == ".target" || word == ".address_size") lex_.skip_line();
+      else if (word == ".file") parse_file();
+      else if (word == ".section") lex_.skip_past('{'), lex_.skip_braces();
+      else if (word == ".pragma") lex_.skip_past(';');
+      else if (word == ".entry" || word == ".func") parse_function(word == ".entry");
+      else if (word == ".global") parse_variable(Space::Global);
+      else if (word == ".const") parse_variable(Space::Const);
+      else if (word == ".shared") parse_variable(Space::Shared);
+      else if (word == ".alias") lex_.skip_past(';');
+      else lex_.fail("unknown directive '" + word + "'");
     }
     for (auto &fixup : fixups_) resolve(fixup);
   }
@@ -119,10 +108,8 @@ private:
   void parse_initialiser(uint64_t address, uint64_t element) {
     if (lex_.accept('{')) {
       while (!lex_.accept('}')) {
-        if (lex_.peek() == '{')
-          parse_initialiser(address, element);
-        else
-          parse_initial_value(address, element);
+        if (lex_.peek() == '{') parse_initialiser(address, element);
+        else parse_initial_value(address, element);
         address += element;
         lex_.accept(',');
       }
@@ -151,12 +138,9 @@ private:
   void resolve(const Fixup &fixup) {
     uint64_t value;
     auto symbol = module_.symbol_named.find(fixup.name);
-    if (symbol != module_.symbol_named.end())
-      value = symbol->second->address;
-    else if (Function *function = module_.find(fixup.name))
-      value = function->id;
-    else
-      throw ParseError("initialiser names the unknown symbol " + fixup.name);
+    if (symbol != module_.symbol_named.end()) value = symbol->second->address;
+    else if (Function *function = module_.find(fixup.name)) value = function->id;
+    else throw ParseError("initialiser names the unknown symbol " + fixup.name);
     value += static_cast<uint64_t>(fixup.addend);
     memcpy(device_memory().alias(fixup.address), &value, sizeof value);
   }

@@ -161,10 +161,8 @@ static Group *pick_group(Context &c, Warp &warp, bool turn) {
   auto &groups = warp.groups;
   groups.erase(std::remove_if(groups.begin(), groups.end(), [](const Group &g) { return !g.mask; }), groups.end());
   if (groups.size() == 1 && !is_serial()) return groups[0].state == GroupState::Ready ? &groups[0] : nullptr;
-  if (is_serial())
-    scatter_groups(c, warp);
-  else
-    merge_groups(warp);
+  if (is_serial()) scatter_groups(c, warp);
+  else merge_groups(warp);
   Group *best = nullptr;
   int ready = 0;
   for (Group &g : groups) {

@@ -368,12 +368,9 @@ __global__ void control(const int *in, int *out) {
   case 6: return;
   case 7:
     if (v % 2) {
-      if (v % 3)
-        r = 1;
-      else
-        r = 2;
-    } else
-      r = 3;
+      if (v % 3) r = 1;
+      else r = 2;
+    } else r = 3;
     break;
   default: r = -1;
   }

@@ -46,10 +46,8 @@ __global__ void bad_source(int *out) {
 }
 __global__ void failed_assert(int n) { assert(threadIdx.x < n); }
 __global__ void deadlock(int *out) {
-  if (threadIdx.x < 32)
-    asm volatile("bar.sync 1, 64;" ::: "memory");
-  else
-    asm volatile("bar.sync 2, 64;" ::: "memory");
+  if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;" ::: "memory");
+  else asm volatile("bar.sync 2, 64;" ::: "memory");
   out[threadIdx.x] = 1;
 }
 __global__ void spin(volatile int *flag) {
@@ -109,10 +107,8 @@ int main(int argc, char **argv) {
   std::string name = argc > 1 ? argv[1] : "";
   int *p;
   CUDA(cudaMalloc(&p, 64 * sizeof(int)));
-  if (name == "write_past")
-    write_past<<<1, 32>>>(p, 33);
-  else if (name == "read_past")
-    read_past<<<1, 64>>>(p, p);
+  if (name == "write_past") write_past<<<1, 32>>>(p, 33);
+  else if (name == "read_past") read_past<<<1, 64>>>(p, p);
   else if (name == "use_after_free") {
     CUDA(cudaFree(p));
     touch<<<1, 32>>>(p);
@@ -122,43 +118,26 @@ int main(int argc, char **argv) {
   } else if (name == "host_pointer") {
     static int host[32];
     touch<<<1, 32>>>(host);
-  } else if (name == "shared_past")
-    shared_past<<<1, 32>>>(p, 1);
-  else if (name == "local_past")
-    local_past<<<1, 32>>>(p, 7);
-  else if (name == "misaligned")
-    misaligned<<<1, 8>>>((char *)p);
-  else if (name == "unset")
-    unset<<<1, 32>>>(p);
-  else if (name == "divergent_barrier")
-    divergent_barrier<<<1, 32>>>(p);
-  else if (name == "early_exit")
-    early_exit<<<1, 64>>>(p, 40);
-  else if (name == "exited_lane")
-    exited_lane<<<1, 32>>>(p);
-  else if (name == "foreign_mask")
-    foreign_mask<<<1, 32>>>(p);
-  else if (name == "bad_source")
-    bad_source<<<1, 32>>>(p);
-  else if (name == "failed_assert")
-    failed_assert<<<1, 32>>>(5);
-  else if (name == "deadlock")
-    deadlock<<<1, 64>>>(p);
+  } else if (name == "shared_past") shared_past<<<1, 32>>>(p, 1);
+  else if (name == "local_past") local_past<<<1, 32>>>(p, 7);
+  else if (name == "misaligned") misaligned<<<1, 8>>>((char *)p);
+  else if (name == "unset") unset<<<1, 32>>>(p);
+  else if (name == "divergent_barrier") divergent_barrier<<<1, 32>>>(p);
+  else if (name == "early_exit") early_exit<<<1, 64>>>(p, 40);
+  else if (name == "exited_lane") exited_lane<<<1, 32>>>(p);
+  else if (name == "foreign_mask") foreign_mask<<<1, 32>>>(p);
+  else if (name == "bad_source") bad_source<<<1, 32>>>(p);
+  else if (name == "failed_assert") failed_assert<<<1, 32>>>(5);
+  else if (name == "deadlock") deadlock<<<1, 64>>>(p);
   else if (name == "livelock") {
     CUDA(cudaMemset(p, 0, 4));
     spin<<<1, 32>>>(p);
-  } else if (name == "missing_barrier")
-    missing_barrier<<<1, 64>>>(p);
-  else if (name == "missing_second_barrier")
-    missing_second_barrier<<<1, 64>>>(p);
-  else if (name == "missing_warp_barrier")
-    missing_warp_barrier<<<1, 32>>>(p);
-  else if (name == "shared_count")
-    shared_count<<<1, 32>>>(p);
-  else if (name == "blocks_collide")
-    blocks_collide<<<2, 32>>>(p);
-  else if (name == "byte_collide")
-    byte_collide<<<4, 32>>>((unsigned char *)p);
+  } else if (name == "missing_barrier") missing_barrier<<<1, 64>>>(p);
+  else if (name == "missing_second_barrier") missing_second_barrier<<<1, 64>>>(p);
+  else if (name == "missing_warp_barrier") missing_warp_barrier<<<1, 32>>>(p);
+  else if (name == "shared_count") shared_count<<<1, 32>>>(p);
+  else if (name == "blocks_collide") blocks_collide<<<2, 32>>>(p);
+  else if (name == "byte_collide") byte_collide<<<4, 32>>>((unsigned char *)p);
   else if (name == "no_fence") {
     CUDA(cudaMemset(p, 0, 256));
     int *partial, *out;
@@ -173,10 +152,8 @@ int main(int argc, char **argv) {
   } else if (name == "copy_past") {
     int host[65];
     CUDA(cudaMemcpy(host, p, sizeof host, cudaMemcpyDeviceToHost));
-  } else if (name == "unknown_instruction")
-    unknown_instruction<<<1, 1>>>(p);
-  else
-    return 1;
+  } else if (name == "unknown_instruction") unknown_instruction<<<1, 1>>>(p);
+  else return 1;
   CUDA(cudaDeviceSynchronize());
   printf("nothing was noticed\n");
 }

@@ -29,10 +29,8 @@ __global__ void matmul(const float *a, const float *b, float *c, int n) {
 __global__ void divergence(int *out, int n) {
   int v = threadIdx.x * 2654435761u >> 7, steps = 0;
   for (int k = 0; k < n; k++) {
-    if (v & 1)
-      v = 3 * v + 1;
-    else
-      v >>= 1;
+    if (v & 1) v = 3 * v + 1;
+    else v >>= 1;
     steps += v & 3;
   }
   out[blockIdx.x * blockDim.x + threadIdx.x] = steps;
