@@ -19,6 +19,10 @@ typedef struct pmoe_layer_config {
   const pmoe_a2a_config *a2a;           /* NULL: eager, no bound */
   const pmoe_experts_config *experts;   /* required */
   const pmoe_residual_config *residual; /* NULL: none */
+  /* Whose tokens the losses are taken over (retained): micro_batch the ranks that split one micro-batch (context and
+   * sequence parallel; NULL: this rank alone), loss_global those of global_aux_coef (NULL: the topology's dense_dp). */
+  pmoe_comm *micro_batch, *loss_global;
+  float load_decay; /* of the moving averages in pmoe_load; 0: 0.99 */
 } pmoe_layer_config;
 
 typedef struct pmoe_stash_config {
