@@ -11,7 +11,8 @@ typedef enum pmoei_random_use {
   PMOEI_RANDOM_JITTER = 1,
   PMOEI_RANDOM_GUMBEL,
   PMOEI_RANDOM_DROP,
-  PMOEI_RANDOM_INIT
+  PMOEI_RANDOM_INIT,
+  PMOEI_RANDOM_HASH
 } pmoei_random_use;
 
 static inline uint64_t pmoei_mix64(uint64_t x) { /* finaliser of splitmix64 */

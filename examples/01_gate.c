@@ -12,7 +12,7 @@ static float weight[EXPERTS * EXPERTS] = {1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0,
 
 /* What a router fills for one step; the memory is the caller's. */
 static int32_t expert[TOKENS];
-static int64_t slot[TOKENS], chosen[EXPERTS], rows[EXPERTS];
+static int64_t slot[TOKENS], chosen[EXPERTS], rows[EXPERTS], loss_sums[EXPERTS + 1];
 static float gate_weight[TOKENS];
 
 static pmoe_routing make_routing(void) {
@@ -25,6 +25,7 @@ static pmoe_routing make_routing(void) {
   routing.weight = gate_weight;
   routing.expert_count = chosen;
   routing.expert_rows = rows;
+  routing.loss_sums = loss_sums;
   return routing;
 }
 

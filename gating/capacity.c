@@ -1,7 +1,6 @@
 #include <math.h>
 
-#include "core/status.h"
-#include <pmoe/gate.h>
+#include "gating/gate_ops.h"
 
 __extension__ typedef unsigned __int128 wide;
 
@@ -34,4 +33,10 @@ pmoe_status pmoe_gate_capacity(int64_t tokens, int32_t num_experts, int32_t top_
                 (double)capacity_factor, (long long)tokens);
   *capacity = (int64_t)slots;
   return PMOE_OK;
+}
+
+pmoe_status pmoei_gate_slots(const pmoe_gate_config *cfg, int64_t tokens, bool training, int64_t *capacity) {
+  int32_t per_token = cfg->choice == PMOE_CHOICE_EXPERT_CHOICE ? 1 : cfg->top_k;
+  float factor = training ? cfg->capacity_factor : cfg->eval_capacity_factor;
+  return pmoe_gate_capacity(tokens, cfg->num_experts, per_token, factor, cfg->min_capacity, capacity);
 }

@@ -2,8 +2,21 @@
 
 #include <math.h>
 
+#include <string.h>
+
 #include "core/config.h"
 #include "gating/gate_ops.h"
+
+static size_t count_bytes(const pmoe_gate *gate) { return (size_t)gate->cfg.num_experts * sizeof *gate->choice_count; }
+
+static size_t global_bytes(const pmoe_gate *gate) {
+  return ((size_t)gate->cfg.num_experts + 1) * sizeof *gate->global_sums;
+}
+
+/* sign(mean - count), exact. */
+static int32_t sign_below_mean(int64_t total, int64_t num_experts, int64_t count) {
+  return (total > count * num_experts) - (total < count * num_experts);
+}
 
 pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, const pmoe_gate_config *config,
                              pmoe_gate **out) {
@@ -18,6 +31,13 @@ pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, co
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *gate, "gate", &gate));
   pmoei_ctx_retain(ctx);
   *gate = (pmoe_gate){.ctx = ctx, .ops = &pmoei_gate_ops_cpu, .cfg = cfg, .hidden = hidden, .layer_id = layer_id};
+  pmoe_status status = pmoei_alloc(ctx, count_bytes(gate), "gate's counts", &gate->choice_count);
+  if (status == PMOE_OK && cfg.global_aux_coef > 0)
+    status = pmoei_alloc(ctx, global_bytes(gate), "gate's global counts", &gate->global_sums);
+  if (status != PMOE_OK) {
+    pmoe_gate_destroy(gate);
+    return status;
+  }
   *out = gate;
   return PMOE_OK;
 }
@@ -25,8 +45,53 @@ pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, co
 void pmoe_gate_destroy(pmoe_gate *gate) {
   if (!gate) return;
   pmoe_ctx *ctx = gate->ctx;
+  pmoei_free(ctx, gate->choice_count, count_bytes(gate));
+  pmoei_free(ctx, gate->global_sums, global_bytes(gate));
   pmoei_free(ctx, gate, sizeof *gate);
   pmoei_ctx_release(ctx);
+}
+
+pmoe_status pmoe_gate_set_loss_sums(pmoe_gate *gate, pmoe_loss_sum micro_batch, pmoe_loss_sum global) {
+  PMOEI_REQUIRE_POINTER(gate);
+  gate->micro_batch = micro_batch;
+  gate->global = global;
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_gate_loss_rows(const pmoe_gate *gate, int32_t num_sequences, int64_t *rows) {
+  PMOEI_REQUIRE_POINTER(gate);
+  PMOEI_REQUIRE_POINTER(rows);
+  PMOEI_REQUIRE(num_sequences >= 0, "num_sequences is %d; 0 or more was expected", num_sequences);
+  *rows = pmoei_gate_loss_rows(gate, num_sequences);
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_gate_take_counts(pmoe_gate *gate, int64_t *count) {
+  PMOEI_REQUIRE_POINTER(gate);
+  PMOEI_REQUIRE_POINTER(count);
+  memcpy(count, gate->choice_count, count_bytes(gate));
+  memset(gate->choice_count, 0, count_bytes(gate));
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_selection_bias_update(int32_t num_experts, const int64_t *count, float rate, int32_t centred,
+                                       float *bias) {
+  PMOEI_REQUIRE(num_experts >= 1, "num_experts is %d; at least 1 was expected", num_experts);
+  PMOEI_REQUIRE_POINTER(count);
+  PMOEI_REQUIRE_POINTER(bias);
+  PMOEI_REQUIRE(isfinite(rate) && rate >= 0, "rate is %g; a finite number, 0 or more, was expected", (double)rate);
+  PMOEI_REQUIRE(centred == 0 || centred == 1, "centred is %d; 0 or 1 was expected", centred);
+  int64_t total = 0, signs = 0;
+  for (int32_t e = 0; e < num_experts; e++) {
+    PMOEI_REQUIRE(count[e] >= 0 && count[e] <= INT64_MAX / num_experts,
+                  "count[%d] is %lld; 0 to 2^63 / num_experts was expected", e, (long long)count[e]);
+    total += count[e];
+  }
+  for (int32_t e = 0; e < num_experts; e++) signs += sign_below_mean(total, num_experts, count[e]);
+  double mean = centred ? (double)signs / num_experts : 0;
+  for (int32_t e = 0; e < num_experts; e++)
+    bias[e] = (float)((double)bias[e] + (double)rate * (sign_below_mean(total, num_experts, count[e]) - mean));
+  return PMOE_OK;
 }
 
 /* Lays the call's scratch out in a frame, which the caller closes. */
@@ -40,12 +105,46 @@ static pmoe_status open_scratch(pmoei_gate_call *call, int32_t *frame) {
   return PMOE_OK;
 }
 
-static pmoe_status run_forward(pmoei_gate_call *call) {
-  const pmoei_gate_ops *ops = call->gate->ops;
+/* ---- sums over ranks and micro-batches ---- */
+
+const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call) {
+  const pmoe_gate *gate = call->gate;
+  bool kept =
+      call->step.training && gate->global_step == call->step.step && gate->global_sums[gate->cfg.num_experts] > 0;
+  return kept ? gate->global_sums : pmoei_gate_global_sums(call);
+}
+
+static bool counts_for_later(const pmoei_gate_call *call) { return call->step.training && !call->step.recompute; }
+
+/* Every rank makes the same calls, whatever its tokens. */
+static pmoe_status sum_over_ranks(pmoei_gate_call *call, pmoe_gate *gate, pmoe_stream stream) {
+  int64_t row = gate->cfg.num_experts + 1;
+  if (gate->cfg.global_aux_coef > 0) {
+    int64_t *global = pmoei_gate_global_sums(call);
+    memcpy(global, pmoei_gate_micro_sums(call), (size_t)row * sizeof *global);
+    if (gate->global.sum) PMOEI_TRY(gate->global.sum(gate->global.user, global, row, stream));
+  }
+  if (pmoei_gate_has_losses(gate) && gate->micro_batch.sum)
+    PMOEI_TRY(gate->micro_batch.sum(gate->micro_batch.user, pmoei_gate_micro_sums(call),
+                                    (1 + call->num_sequences) * row, stream));
+  if (gate->cfg.global_aux_coef == 0 || !counts_for_later(call)) return PMOE_OK;
+  if (gate->global_step != call->step.step) memset(gate->global_sums, 0, global_bytes(gate));
+  gate->global_step = call->step.step;
+  for (int64_t i = 0; i < row; i++) gate->global_sums[i] += pmoei_gate_global_sums(call)[i];
+  return PMOE_OK;
+}
+
+static pmoe_status run_forward(pmoei_gate_call *call, pmoe_gate *gate, pmoe_stream stream) {
+  const pmoei_gate_ops *ops = gate->ops;
   PMOEI_TRY(ops->route(call));
   PMOEI_TRY(ops->total(call));
+  PMOEI_TRY(sum_over_ranks(call, gate, stream));
+  if (pmoei_gate_has_losses(gate)) PMOEI_TRY(ops->losses(call));
   if (call->capacity > 0) PMOEI_TRY(ops->drop(call));
-  return ops->place(call);
+  PMOEI_TRY(ops->place(call));
+  for (int32_t e = 0; e < gate->cfg.num_experts && counts_for_later(call); e++)
+    gate->choice_count[e] += call->routing.expert_count[e];
+  return PMOE_OK;
 }
 
 static pmoe_status run_backward(pmoei_gate_call *call, pmoe_bwd which) {
@@ -65,34 +164,36 @@ static pmoe_gate_stats statistics(const pmoei_gate_call *call) {
     routed += call->routing.expert_rows[e];
     if (count > most) most = count;
   }
-  double entropy = 0;
+  double entropy = 0, variance = 0, mean = (double)choices / cfg->num_experts;
   for (int32_t e = 0; e < cfg->num_experts; e++) {
-    if (call->routing.expert_count[e] == 0) continue;
-    double share = (double)call->routing.expert_count[e] / (double)choices;
-    entropy -= share * log(share);
+    double count = (double)call->routing.expert_count[e];
+    variance += (count - mean) * (count - mean) / cfg->num_experts;
+    if (count > 0) entropy -= count / (double)choices * log(count / (double)choices);
   }
-  double live = totals->live > 0 ? (double)totals->live : 1;
   pmoe_gate_stats stats = PMOE_CONFIG_INIT(pmoe_gate_stats);
   stats.tokens = call->tokens;
   stats.masked = totals->masked;
   stats.routed = routed;
   stats.dropped = choices - routed;
   stats.nonfinite = totals->nonfinite;
-  stats.aux_loss = (float)((double)cfg->aux_coef * cfg->num_experts * totals->aux_sum);
-  stats.z_loss = (float)((double)cfg->z_coef * totals->z_sum / live);
-  stats.load_max_over_mean = choices > 0 ? (float)((double)most * cfg->num_experts / (double)choices) : 0;
+  stats.aux_loss = (float)call->losses.aux;
+  stats.z_loss = (float)call->losses.z;
+  stats.seq_aux_loss = (float)call->losses.seq_aux;
+  stats.global_aux_loss = (float)call->losses.global_aux;
+  stats.load_max_over_mean = choices > 0 ? (float)((double)most / mean) : 0;
+  stats.load_cv = choices > 0 ? (float)(sqrt(variance) / mean) : 0;
   stats.entropy = (float)entropy;
+  stats.dropped_share = choices > 0 ? (float)((double)stats.dropped / (double)choices) : 0;
   return stats;
 }
 
 pmoe_status pmoe_gate_forward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step, const pmoe_mat *x,
                               pmoe_routing *routing, pmoe_gate_stats *stats, pmoe_stream stream) {
-  (void)stream;
   pmoei_gate_call call = {0};
   PMOEI_TRY(pmoei_gate_check_forward(&call, gate, params, step, x, routing, stats));
   int32_t frame = 0;
   PMOEI_TRY(open_scratch(&call, &frame));
-  pmoe_status status = run_forward(&call);
+  pmoe_status status = run_forward(&call, gate, stream);
   pmoei_scratch_close(gate->ctx, frame);
   PMOEI_TRY(status);
   call.routing.tokens = call.tokens;
@@ -117,11 +218,13 @@ pmoe_status pmoe_gate_backward(pmoe_gate *gate, const pmoe_gate_params *params, 
   return status;
 }
 
-size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens) {
+size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens, int32_t num_sequences) {
   size_t most = 0;
   bool drops = gate->cfg.capacity_factor > 0 || gate->cfg.eval_capacity_factor > 0;
   for (int backward = 0; backward <= 1; backward++) {
     pmoei_gate_call call = {.gate = gate, .tokens = tokens, .capacity = drops, .backward = backward != 0};
+    call.num_sequences = gate->cfg.seq_aux_coef > 0 ? num_sequences : 0;
+    call.step.training = 1; /* the more demanding case */
     call.blocks = (tokens + PMOEI_GATE_BLOCK - 1) / PMOEI_GATE_BLOCK;
     pmoei_arena arena = {NULL, 0};
     gate->ops->plan(&call, &arena);

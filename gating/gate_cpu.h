@@ -16,14 +16,25 @@ enum {
 
 /* One thread's working memory. */
 typedef struct pmoei_gate_tile {
-  float *logits;    /* [E,LANES]; after pmoei_gate_softmax: exp(logit - max) */
-  float *selection; /* [E,LANES] logits with Gumbel noise, or those not chosen yet */
-  float *input;     /* x in float32; see pmoei_gate_input */
-  int32_t *expert;  /* [K,LANES] choices */
-  float *value;     /* [K,LANES] their logits, then scores */
-  uint32_t *key;    /* [E] */
-  uint64_t *order;  /* [2 K] */
+  float *logits;     /* [E,LANES]; after pmoei_gate_raise_logits: unnormalised scores */
+  float *kept;       /* [E,LANES] the logits after that, where backward needs both */
+  float *selection;  /* [E,LANES] what the choice compares, if not the logits */
+  float *open;       /* [E,LANES] those not chosen yet, for K > LEVELS */
+  float *input;      /* x in float32; see pmoei_gate_input */
+  int32_t *expert;   /* [K,LANES] choices; -1: none */
+  float *value;      /* [K,LANES] their logits, then scores */
+  float *chosen;     /* [K,LANES] logits of the choices */
+  float *ratio;      /* [K] */
+  int32_t *plain;    /* [K,LANES] choices that the losses count, if not the choices */
+  float *group;      /* [num_groups,LANES] group scores */
+  float *best;       /* [max(K, num_groups),LANES] */
+  int32_t *which;    /* the same */
+  uint8_t *in_group; /* [num_groups,LANES] kept */
+  float *slope;      /* [E,LANES] for the sequence loss */
+  uint32_t *key;     /* [E] */
+  uint64_t *order;   /* [2 max(K, groups kept)] */
   float max[LANES], sum[LANES];
+  float lse[LANES];      /* log(sum exp logits), with a z-loss */
   uint8_t finite[LANES]; /* all logits are */
   uint8_t masked[LANES]; /* also lanes past the last token */
 } pmoei_gate_tile;
@@ -48,17 +59,24 @@ const float *pmoei_gate_input(const pmoei_gate_call *call, float *buffer, int64_
 void pmoei_gate_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block, int32_t thread);
 /* tile->max and finite, from the logits. */
 void pmoei_gate_extremes(const pmoei_gate_call *call, pmoei_gate_tile *tile);
-/* tile->logits = exp(logit - max), tile->sum their sum. */
-void pmoei_gate_softmax(const pmoei_gate_call *call, pmoei_gate_tile *tile);
+/* Turns [E,LANES] logits into scores but for a division by their sum, which is left in tile->sum: exp(logit - max) for
+ * a softmax, else the scores themselves. */
+void pmoei_gate_raise(const pmoei_gate_call *call, pmoei_gate_tile *tile, float *logits);
+/* The same for tile->logits; with a z-loss fills tile->lse. */
+void pmoei_gate_raise_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile);
 /* Turns tile->value from logits into scores. */
 void pmoei_gate_scores(const pmoei_gate_call *call, pmoei_gate_tile *tile);
-/* Whether those scores, or a loss, need the softmax over all experts. */
-bool pmoei_gate_needs_softmax(const pmoe_gate *gate);
+/* Whether those scores, or a loss, need pmoei_gate_raise_logits. */
+bool pmoei_gate_needs_raise(const pmoe_gate *gate);
 
 /* topk_cpu.c */
 
-/* Fills tile->expert and tile->value from the logits and, with Gumbel noise, tile->selection. */
-void pmoei_gate_select(const pmoei_gate_call *call, pmoei_gate_tile *tile);
+/* The k best of n rows of keys [n,LANES] in every lane, best first, ties: lower index; NaN below all. Writes indices
+ * and keys [k,LANES]. `open` [n,LANES] is needed for k > LEVELS, and may not be `keys`. */
+void pmoei_gate_best(const float *keys, int64_t n, int64_t k, int32_t *index, float *value, float *open,
+                     pmoei_gate_tile *tile);
+/* With Gumbel noise in tile->selection: K = 1 is sampled, and of K = 2 the second. Fills tile->expert and value. */
+void pmoei_gate_sample(const pmoei_gate_call *call, pmoei_gate_tile *tile);
 /* The threshold for keeping the k largest of n keys (1 <= k <= n): every key above it, and the first *ties that equal
  * it. */
 uint32_t pmoei_gate_threshold(const uint32_t *key, int64_t n, int64_t k, int64_t *ties);
@@ -67,6 +85,26 @@ static inline uint32_t pmoei_gate_order_key(float value) {
   uint32_t bits = pmoei_bits_of(value + 0.0f);
   uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
   return value == value ? key : 0;
+}
+
+/* choose_cpu.c */
+
+/* Fills tile->expert and tile->value (logits) by the configured choice. */
+void pmoei_gate_choose(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block);
+/* tile->value = the logits of tile->expert; -inf where there is none. */
+void pmoei_gate_gather(const pmoei_gate_call *call, pmoei_gate_tile *tile);
+
+/* selection_cpu.c: selection bias and groups. Leaves what is compared in tile->selection. */
+void pmoei_gate_limit(const pmoei_gate_call *call, pmoei_gate_tile *tile);
+
+/* Choices that look at all tokens, from call->all_logits: before pmoei_gate_choose runs over blocks. */
+void pmoei_gate_sinkhorn(pmoei_gate_call *call);
+void pmoei_gate_sinkhorn_select(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block);
+void pmoei_gate_expert_choice(pmoei_gate_call *call);
+void pmoei_gate_expert_choice_select(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block);
+
+static inline float *pmoei_gate_all(const pmoei_gate_call *call, float *all, int64_t block) {
+  return all + block * LANES * call->gate->cfg.num_experts;
 }
 
 /* noise_cpu.c */
@@ -83,15 +121,16 @@ void pmoei_gate_random_priority(const pmoei_gate_call *call, int64_t begin, int6
 /* losses_cpu.c */
 
 /* A block's share of live tokens and counts for the losses, from tile->expert, finite and masked. */
-void pmoei_gate_count_live(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block);
-/* Its share of the losses' values, after pmoei_gate_softmax and pmoei_gate_count_live. */
+void pmoei_gate_count_live(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block);
+/* Its share of the losses' values, after pmoei_gate_raise_logits. */
 void pmoei_gate_sum_losses(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block);
-/* log(sum exp) of each lane, after pmoei_gate_softmax. */
-void pmoei_gate_logsumexp(const pmoei_gate_tile *tile, float *out);
+/* call->slope and seq_slope from routing.loss_sums; returns the z-loss's factor of logsumexp. */
+float pmoei_gate_slopes(pmoei_gate_call *call);
 
 /* The table's entries, one file each. */
 pmoe_status pmoei_gate_route(pmoei_gate_call *call);
 pmoe_status pmoei_gate_total(pmoei_gate_call *call);
+pmoe_status pmoei_gate_losses_value(pmoei_gate_call *call);
 pmoe_status pmoei_gate_drop(pmoei_gate_call *call);
 pmoe_status pmoei_gate_place(pmoei_gate_call *call);
 pmoe_status pmoei_gate_input_grad(pmoei_gate_call *call);

@@ -14,6 +14,12 @@ struct pmoe_gate {
   const pmoei_gate_ops *ops;
   pmoe_gate_config cfg; /* weight_scale and min_capacity with their defaults filled in */
   int32_t hidden, layer_id;
+  pmoe_loss_sum micro_batch, global;
+  int64_t *choice_count; /* [E] of training forwards since pmoe_gate_take_counts */
+  /* What the global loss divides: counted choices [E] and live tokens of the micro-batches of step `global_step`; NULL
+   * without that loss. */
+  int64_t *global_sums;
+  uint64_t global_step;
 };
 
 /* Tokens are worked on in blocks of this many, whatever the number of threads. */
@@ -28,12 +34,16 @@ typedef struct pmoei_gate_tally {
 typedef struct pmoei_gate_totals {
   int64_t masked, nonfinite, live;
   double z_sum;
-  double aux_sum; /* sum_e f_e P_e */
 } pmoei_gate_totals;
+
+/* Losses with their coefficients; this rank's share. */
+typedef struct pmoei_gate_losses {
+  double aux, seq_aux, global_aux, z;
+} pmoei_gate_losses;
 
 struct pmoei_gate_tile;
 
-/* One forward or backward after its arguments were checked. The second half is scratch. */
+/* One forward or backward after its arguments were checked. The last part is scratch. */
 typedef struct pmoei_gate_call {
   const pmoe_gate *gate;
   pmoe_gate_params params;
@@ -41,6 +51,7 @@ typedef struct pmoei_gate_call {
   pmoe_mat x;
   pmoe_routing routing; /* the caller's arrays */
   int64_t tokens, blocks, capacity;
+  int32_t num_sequences; /* 0 without the sequence loss */
   bool backward;
 
   const float *dweight;
@@ -49,27 +60,42 @@ typedef struct pmoei_gate_call {
   pmoe_mat dx;
 
   pmoei_gate_totals totals;
+  pmoei_gate_losses losses;
   struct pmoei_gate_tile *tile; /* [threads] */
   pmoei_gate_tally *tally;      /* [blocks] */
   int64_t *block_count;         /* [blocks,E] choices with a slot; then the first slot of the block */
-  int32_t *loss_count;          /* [blocks,E] choices that the aux loss counts */
-  float *prob_sum;              /* [blocks,E] of softmax probabilities over live tokens */
-  float *fraction;              /* [E] f_e; zeros without aux loss */
+  int32_t *loss_count;          /* [blocks,E] choices that the aux losses count */
+  float *prob_sum;              /* [blocks,E] of probabilities over live tokens */
+  double *prob_total;           /* [E] */
+  float *probability;           /* [T,E] of live tokens, else 0: for the sequence loss */
+  double *seq_prob_total;       /* [num_sequences,E] */
+  float *slope;                 /* [E] gradient of the losses by a token's probability of each expert */
+  float z_factor;               /* gradient of the z-loss by logsumexp, divided by logsumexp */
+  float *seq_slope;             /* [num_sequences,E] the sequence loss's part of that */
   double *expert_sum;           /* [E] */
   int64_t *contested;           /* [E+1] where the choices of each overfull expert lie in the next two */
   int64_t *contender;           /* [T K] choice t K + k */
   uint32_t *priority;           /* [T K] */
+  float *all_logits;            /* [blocks,E,PMOEI_GATE_BLOCK] where a choice looks at all tokens */
+  float *all_scores;            /* the same of what it compares */
+  double *token_factor;         /* [blocks,PMOEI_GATE_BLOCK] of Sinkhorn's iteration */
+  double *expert_factor;        /* [E] */
+  double *column_sum;           /* [blocks,E] */
+  uint64_t *picked;             /* [blocks,E] a bit for each token that the expert picked */
+  uint32_t *pick_key;           /* [threads, blocks PMOEI_GATE_BLOCK] */
 } pmoei_gate_call;
 
-/* In forward: route, total, drop (if there is a capacity), place. In backward: input_grad, weight_grad, or one of them.
- */
+/* In forward: route, total, (sums over ranks), losses, drop (if there is a capacity), place. In backward: input_grad,
+ * weight_grad, or one of them. */
 struct pmoei_gate_ops {
   /* Takes the call's scratch from the arena; run twice, to measure and to carve. */
   void (*plan)(pmoei_gate_call *call, pmoei_arena *arena);
   /* Choices, their scores (as weights, before normalisation) and each block's share of counts and losses. */
   pmoe_status (*route)(pmoei_gate_call *call);
-  /* Sums over blocks: expert_count, totals, fraction. */
+  /* Sums over blocks: expert_count, totals, loss_sums. */
   pmoe_status (*total)(pmoei_gate_call *call);
+  /* The losses' values, once loss_sums hold what all ranks counted. */
+  pmoe_status (*losses)(pmoei_gate_call *call);
   /* Takes the slot from choices beyond the capacity. */
   pmoe_status (*drop)(pmoei_gate_call *call);
   /* Numbers the choices that have a slot, in token order within each expert; expert_rows; finished weights. */
@@ -82,12 +108,60 @@ struct pmoei_gate_ops {
 
 extern const pmoei_gate_ops pmoei_gate_ops_cpu;
 
-static inline bool pmoei_gate_has_losses(const pmoe_gate *gate) {
-  return gate->cfg.aux_coef > 0 || gate->cfg.z_coef > 0;
+static inline bool pmoei_gate_has_aux(const pmoe_gate *gate) {
+  return gate->cfg.aux_coef > 0 || gate->cfg.seq_aux_coef > 0 || gate->cfg.global_aux_coef > 0;
 }
 
+static inline bool pmoei_gate_has_losses(const pmoe_gate *gate) {
+  return pmoei_gate_has_aux(gate) || gate->cfg.z_coef > 0;
+}
+
+/* Whether the choice is made on values other than the logits. */
+static inline bool pmoei_gate_limits_choice(const pmoe_gate *gate) {
+  return gate->cfg.selection_bias || gate->cfg.num_groups > 1;
+}
+
+/* Whether the losses count other choices than those that were made. */
+static inline bool pmoei_gate_counts_plain(const pmoe_gate *gate) {
+  return gate->cfg.aux_plain_topk && (gate->cfg.choice != PMOE_CHOICE_TOPK || pmoei_gate_limits_choice(gate));
+}
+
+static inline bool pmoei_gate_looks_at_all(const pmoei_gate_call *call) {
+  pmoe_choice choice = call->gate->cfg.choice;
+  return choice == PMOE_CHOICE_EXPERT_CHOICE || (choice == PMOE_CHOICE_SINKHORN && call->step.training);
+}
+
+/* Counted choices per token, for the aux losses. */
+static inline int32_t pmoei_gate_counted(const pmoe_gate *gate) {
+  return gate->cfg.aux_first_choice_only ? 1 : gate->cfg.top_k;
+}
+
+/* Rows of routing.loss_sums, and the first number of each kind. */
+static inline int64_t pmoei_gate_loss_rows(const pmoe_gate *gate, int32_t num_sequences) {
+  if (!pmoei_gate_has_losses(gate)) return 0;
+  return 1 + (gate->cfg.seq_aux_coef > 0 ? num_sequences : 0) + (gate->cfg.global_aux_coef > 0 ? 1 : 0);
+}
+static inline int64_t *pmoei_gate_micro_sums(const pmoei_gate_call *call) { return call->routing.loss_sums; }
+static inline int64_t *pmoei_gate_seq_sums(const pmoei_gate_call *call, int64_t sequence) {
+  return call->routing.loss_sums + (1 + sequence) * (call->gate->cfg.num_experts + 1);
+}
+static inline int64_t *pmoei_gate_global_sums(const pmoei_gate_call *call) {
+  return pmoei_gate_seq_sums(call, call->num_sequences);
+}
+static inline int32_t pmoei_gate_sequence_of(const pmoei_gate_call *call, int64_t token) {
+  if (call->step.sequence) return call->step.sequence[token];
+  return (int32_t)(token / (call->tokens / call->num_sequences));
+}
+
+/* What the global loss divides at this moment: all micro-batches of the step so far, or this call's row where it does
+ * not count. */
+const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call);
+
 /* Scratch that forward and backward of up to `tokens` tokens need at most, with dlogits given or not. */
-size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens);
+size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens, int32_t num_sequences);
+
+/* Slots per expert of a call with that many tokens; 0: dropless. Experts that choose count tokens, not choices. */
+pmoe_status pmoei_gate_slots(const pmoe_gate_config *cfg, int64_t tokens, bool training, int64_t *capacity);
 
 /* gate_check.c */
 pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe_gate_config *cfg);

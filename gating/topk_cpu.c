@@ -9,7 +9,7 @@ enum { WIDTH = 16, MAX_INSERTED = 64 };
 typedef float vector __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t ivector __attribute__((vector_size(WIDTH * 4)));
 
-/* Insertion into a sorted list of `levels` per lane, best first; a later equal stays behind. Where fewer logits than
+/* Insertion into a sorted list of `levels` per lane, best first; a later equal stays behind. Where fewer keys than
  * that exceed -inf, the rest of the list is expert -1. Writes `wanted` <= levels rows. `levels` is a constant at every
  * call, which unrolls the inner loop. */
 static inline __attribute__((always_inline)) void insert_all(const float *restrict logits, int64_t num_experts,
@@ -97,42 +97,43 @@ static void sort_descending(uint64_t *restrict a, uint64_t *restrict other, int6
   }
 }
 
-/* Any K, and too few logits above -inf (the others are -inf or NaN): the keys of one lane. */
-static void select_lane(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t lane) {
-  int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k, ties, n = 0;
-  for (int64_t e = 0; e < num_experts; e++) tile->key[e] = pmoei_gate_order_key(tile->logits[e * LANES + lane]);
-  uint32_t threshold = pmoei_gate_threshold(tile->key, num_experts, top_k, &ties);
-  for (int64_t e = 0; n < top_k; e++) {
+/* Any k, and too few keys above -inf (the others are -inf or NaN): one lane. */
+static void best_of_lane(const float *keys, int64_t n, int64_t k, int32_t *index, float *value, pmoei_gate_tile *tile,
+                         int64_t lane) {
+  int64_t ties, found = 0;
+  for (int64_t e = 0; e < n; e++) tile->key[e] = pmoei_gate_order_key(keys[e * LANES + lane]);
+  uint32_t threshold = pmoei_gate_threshold(tile->key, n, k, &ties);
+  for (int64_t e = 0; found < k; e++) {
     bool tie = tile->key[e] == threshold && ties > 0;
     if (tile->key[e] <= threshold && !tie) continue;
     ties -= tie;
-    tile->order[n++] =
+    tile->order[found++] =
         (uint64_t)tile->key[e] << 32 | (UINT32_MAX - (uint32_t)e); /* of equal keys the lower index is larger */
   }
-  sort_descending(tile->order, tile->order + top_k, top_k);
-  for (int64_t k = 0; k < top_k; k++) {
-    uint32_t e = UINT32_MAX - (uint32_t)tile->order[k];
-    tile->expert[k * LANES + lane] = (int32_t)e;
-    tile->value[k * LANES + lane] = tile->logits[(int64_t)e * LANES + lane];
+  sort_descending(tile->order, tile->order + k, k);
+  for (int64_t i = 0; i < k; i++) {
+    uint32_t e = UINT32_MAX - (uint32_t)tile->order[i];
+    index[i * LANES + lane] = (int32_t)e;
+    value[i * LANES + lane] = keys[(int64_t)e * LANES + lane];
   }
 }
 
-static void select_logits(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
-  int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
-  bool inserted = top_k <= MAX_INSERTED;
-  const float *logits = tile->logits;
-  for (int64_t k = 0; k < top_k && inserted; k += LEVELS) {
-    int32_t *expert = tile->expert + k * LANES;
-    float *value = tile->value + k * LANES;
-    if (k > 0) {
-      keep_open(tile->selection, tile->logits, num_experts, expert - LANES, value - LANES);
-      logits = tile->selection;
+void pmoei_gate_best(const float *keys, int64_t n, int64_t k, int32_t *index, float *value, float *open,
+                     pmoei_gate_tile *tile) {
+  bool inserted = k <= MAX_INSERTED;
+  const float *left = keys;
+  for (int64_t done = 0; done < k && inserted; done += LEVELS) {
+    int32_t *to = index + done * LANES;
+    float *to_value = value + done * LANES;
+    if (done > 0) {
+      keep_open(open, keys, n, to - LANES, to_value - LANES);
+      left = open;
     }
-    insert(logits, num_experts, top_k - k < LEVELS ? top_k - k : LEVELS, expert, value);
+    insert(left, n, k - done < LEVELS ? k - done : LEVELS, to, to_value);
   }
-  const int32_t *last = tile->expert + (top_k - 1) * LANES;
+  const int32_t *last = index + (k - 1) * LANES;
   for (int64_t l = 0; l < LANES; l++)
-    if (!inserted || last[l] < 0) select_lane(call, tile, l);
+    if (!inserted || last[l] < 0) best_of_lane(keys, n, k, index, value, tile, l);
 }
 
 /* The best of tile->selection but for the experts in `taken` (-1: none). */
@@ -153,24 +154,18 @@ PMOEI_VECTORISED static void best_but(const float *restrict selection, int64_t n
   }
 }
 
-/* K = 1: the choice is sampled. K = 2: the second is, among all but the first. */
-static void select_sampled(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
-  int64_t last = (int64_t)(call->gate->cfg.top_k - 1) * LANES;
+void pmoei_gate_sample(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
+  int64_t num_experts = call->gate->cfg.num_experts, last = (int64_t)(call->gate->cfg.top_k - 1) * LANES;
   int32_t taken[LANES], sampled[LANES];
   if (last > 0) {
-    select_logits(call, tile);
+    pmoei_gate_best(tile->logits, num_experts, 2, tile->expert, tile->value, tile->open, tile);
     memcpy(taken, tile->expert, sizeof taken);
   } else {
     memset(taken, 0xff, sizeof taken);
   }
-  best_but(tile->selection, call->gate->cfg.num_experts, taken, sampled);
+  best_but(tile->selection, num_experts, taken, sampled);
   for (int64_t l = 0; l < LANES; l++) {
     tile->expert[last + l] = sampled[l];
     tile->value[last + l] = tile->logits[(int64_t)sampled[l] * LANES + l];
   }
-}
-
-void pmoei_gate_select(const pmoei_gate_call *call, pmoei_gate_tile *tile) {
-  if (pmoei_gate_has_gumbel(call)) select_sampled(call, tile);
-  else select_logits(call, tile);
 }

@@ -10,7 +10,7 @@
 static void weight_patch(void *arg, int64_t index, int32_t thread) {
   const pmoei_gate_call *call = arg;
   const pmoe_gate *gate = call->gate;
-  int64_t num_experts = gate->cfg.num_experts, hidden = gate->hidden, top_k = gate->cfg.top_k;
+  int64_t num_experts = gate->cfg.num_experts, hidden = gate->hidden;
   int64_t patches = (hidden + WEIGHT_GRAD_COLS - 1) / WEIGHT_GRAD_COLS;
   int64_t col = index % patches * WEIGHT_GRAD_COLS, expert = index / patches * WEIGHT_GRAD_EXPERTS;
   int64_t cols = hidden - col < WEIGHT_GRAD_COLS ? hidden - col : WEIGHT_GRAD_COLS;
@@ -21,7 +21,7 @@ static void weight_patch(void *arg, int64_t index, int32_t thread) {
     uint8_t masked[WEIGHT_GRAD_ROWS];
     bool any_masked = false;
     for (int64_t r = 0; r < rows; r++) {
-      masked[r] = call->routing.expert[(first + r) * top_k] < 0;
+      masked[r] = call->step.token_mask && !call->step.token_mask[first + r];
       any_masked |= masked[r] != 0;
     }
     const float *input =
@@ -50,6 +50,7 @@ PMOEI_VECTORISED static void add_columns(double *restrict sum, const float *rest
 }
 
 pmoe_status pmoei_gate_weight_grad(pmoei_gate_call *call) {
+  if (call->gate->cfg.router != PMOE_ROUTER_LINEAR) return PMOE_OK;
   int64_t num_experts = call->gate->cfg.num_experts, hidden = call->gate->hidden;
   int64_t patches = (hidden + WEIGHT_GRAD_COLS - 1) / WEIGHT_GRAD_COLS *
                     ((num_experts + WEIGHT_GRAD_EXPERTS - 1) / WEIGHT_GRAD_EXPERTS);

@@ -57,7 +57,7 @@ static void square_task(void *arg, int64_t index, int32_t thread) {
 
 static pmoe_status check_grads(const pmoe_layer *layer) {
   for (int32_t i = 0; i < layer->num_params; i++)
-    if (layer->param[i].numel > 0 && !layer->param[i].grad)
+    if (pmoei_param_has_grad(&layer->param[i]) && !layer->param[i].grad)
       return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first",
                          layer->param[i].name);
   return PMOE_OK;
@@ -66,6 +66,7 @@ static pmoe_status check_grads(const pmoe_layer *layer) {
 static pmoe_status reduce(pmoe_layer *layer, float scale) {
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
+    if (p->reduce_group == PMOE_GROUP_NONE) continue;
     pmoe_comm *group = p->reduce_group == PMOE_GROUP_EXPERT_DP ? layer->expert_dp : layer->dense_dp;
     PMOEI_TRY(
         pmoei_allreduce(group, p->name, p->grad, p->numel, p->grad_dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16));
@@ -96,7 +97,8 @@ static pmoe_status local_sumsq(pmoe_layer *layer, double *sum) {
   double *partial = base;
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
-    bool once = p->first_expert >= 0 || layer->ep->rank == 0; /* dense gradients are the same on every rank */
+    bool once = pmoei_param_has_grad(p) &&
+                (p->first_expert >= 0 || layer->ep->rank == 0); /* dense gradients are the same on every rank */
     if (!once) continue;
     pmoei_parallel(layer->ctx, num_tasks(p), square_task, &(grad_job){p, 1, partial});
     for (int64_t task = 0; task < num_tasks(p); task++) *sum += partial[task];

@@ -11,7 +11,7 @@
 
 /* ---- comparison across ranks ---- */
 
-enum { MAX_FIELDS = 48, WHY_BYTES = 192 };
+enum { MAX_FIELDS = 64, WHY_BYTES = 192 };
 
 /* What the ranks of a stage must agree on, as numbers; and whether this rank's own checks passed. */
 typedef struct config_record {
@@ -40,6 +40,8 @@ static void add_float(field_list *list, const char *name, float value) {
 #define ADD_INT(list, cfg, field) add_int((list), #field, (int64_t)(cfg)->field)
 #define ADD_FLOAT(list, cfg, field) add_float((list), #field, (cfg)->field)
 
+static int64_t group_size(const pmoe_comm *comm) { return comm ? comm->nranks : 0; }
+
 static void list_fields(const pmoe_layer *layer, field_list *list) {
   const pmoe_gate_config *gate = &layer->gate_cfg;
   const pmoe_a2a_config *a2a = &layer->a2a_cfg;
@@ -64,6 +66,18 @@ static void list_fields(const pmoe_layer *layer, field_list *list) {
   ADD_FLOAT(list, gate, jitter);
   ADD_INT(list, gate, gumbel);
   add_int(list, "gate bias", gate->bias);
+  ADD_INT(list, gate, router);
+  ADD_INT(list, gate, choice);
+  ADD_INT(list, gate, selection_bias);
+  ADD_INT(list, gate, num_groups);
+  ADD_INT(list, gate, groups_kept);
+  ADD_INT(list, gate, group_score_top2);
+  ADD_FLOAT(list, gate, seq_aux_coef);
+  ADD_FLOAT(list, gate, global_aux_coef);
+  ADD_INT(list, gate, aux_plain_topk);
+  ADD_INT(list, &layer->cfg, max_sequences);
+  add_int(list, "micro_batch's size", group_size(layer->cfg.micro_batch));
+  add_int(list, "loss_global's size", group_size(layer->cfg.loss_global));
   ADD_INT(list, a2a, sizing);
   ADD_INT(list, a2a, max_recv_rows);
   ADD_INT(list, a2a, max_tokens);
@@ -131,7 +145,13 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
                 PMOEI_MAX_ROWS);
   if (cfg.residual)
     PMOEI_TRY(pmoei_config_read(&layer->residual_cfg, sizeof layer->residual_cfg, cfg.residual, "config->residual"));
+  PMOEI_REQUIRE(cfg.max_sequences >= 0 && (cfg.max_sequences > 0) == (layer->gate_cfg.seq_aux_coef > 0),
+                "config->max_sequences is %d with seq_aux_coef %g; 1 or more with that loss, 0 without, was expected",
+                cfg.max_sequences, (double)layer->gate_cfg.seq_aux_coef);
+  PMOEI_REQUIRE(cfg.load_decay >= 0 && cfg.load_decay < 1, "config->load_decay is %g; 0 to below 1 was expected",
+                (double)cfg.load_decay);
   layer->cfg = cfg;
+  if (cfg.load_decay == 0) layer->cfg.load_decay = 0.99f;
   layer->cfg.gate = &layer->gate_cfg;
   layer->cfg.experts = &layer->experts_cfg;
   layer->cfg.a2a = &layer->a2a_cfg;
@@ -188,10 +208,8 @@ static pmoe_status create_spread_parts(pmoe_layer *layer) {
                           &layer->num_local);
   int64_t train, eval;
   int64_t tokens = layer->a2a_cfg.max_tokens;
-  PMOEI_TRY(
-      pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->capacity_factor, gate->min_capacity, &train));
-  PMOEI_TRY(pmoe_gate_capacity(tokens, gate->num_experts, gate->top_k, gate->eval_capacity_factor, gate->min_capacity,
-                               &eval));
+  PMOEI_TRY(pmoei_gate_slots(gate, tokens, true, &train));
+  PMOEI_TRY(pmoei_gate_slots(gate, tokens, false, &eval));
   /* Without a factor an expert can be chosen by every token. */
   if (gate->capacity_factor == 0 || train > tokens) train = tokens;
   if (gate->eval_capacity_factor == 0 || eval > tokens) eval = tokens;
@@ -203,7 +221,7 @@ static pmoe_status create_spread_parts(pmoe_layer *layer) {
   layer->a2a->layer_id = layer->cfg.layer_id;
   snprintf(layer->backward_name, sizeof layer->backward_name, "pmoe_layer_backward (layer %d)", layer->cfg.layer_id);
   pmoei_layer_list_params(layer);
-  return PMOE_OK;
+  return pmoei_layer_create_balance(layer);
 }
 
 /* A probe of the experts' configuration before any group is known: no expert, the same checks. */
@@ -274,7 +292,8 @@ size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_
   /* under a movement runs the branch, or the experts' weight gradients */
   size_t under =
       movement + pmoei_scratch_frame_bytes(larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows)));
-  return larger(under, pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens)));
+  return larger(under,
+                pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens, layer->cfg.max_sequences)));
 }
 
 void pmoei_layer_retain(pmoe_layer *layer) { layer->refs++; }
@@ -282,6 +301,7 @@ void pmoei_layer_retain(pmoe_layer *layer) { layer->refs++; }
 void pmoei_layer_release(pmoe_layer *layer) {
   if (--layer->refs > 0) return;
   pmoe_ctx *ctx = layer->ctx;
+  pmoei_layer_destroy_balance(layer);
   pmoe_gate_destroy(layer->gate);
   pmoe_residual_destroy(layer->residual);
   pmoe_experts_destroy(layer->experts);

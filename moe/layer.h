@@ -17,6 +17,7 @@
 typedef enum pmoei_param_kind {
   PMOEI_ROUTER_WEIGHT,
   PMOEI_ROUTER_BIAS,
+  PMOEI_SELECTION_BIAS,
   PMOEI_FC1_WEIGHT,
   PMOEI_FC1_BIAS,
   PMOEI_FC2_WEIGHT,
@@ -29,6 +30,13 @@ typedef enum pmoei_param_kind {
   PMOEI_MIX_BIAS,
   PMOEI_NUM_PARAM_KINDS
 } pmoei_param_kind;
+
+/* What pmoe_layer_load reads. */
+typedef struct pmoei_load {
+  pmoe_load values;
+  int64_t *count; /* [E] */
+  float *share;   /* [E] */
+} pmoei_load;
 
 struct pmoe_layer {
   pmoe_ctx *ctx;
@@ -46,6 +54,8 @@ struct pmoe_layer {
   pmoe_a2a *a2a;
   pmoe_experts *experts;
   pmoe_residual *residual;
+  pmoe_comm *micro_batch, *loss_global; /* retained; NULL: this rank alone */
+  pmoei_load load;
   int32_t num_params;
   pmoe_param param[PMOEI_NUM_PARAM_KINDS]; /* the first num_params */
   pmoei_param_kind kind[PMOEI_NUM_PARAM_KINDS];
@@ -79,8 +89,24 @@ struct pmoe_stash {
   pmoe_metrics metrics;
 };
 
+/* balance.c */
+pmoe_status pmoei_layer_create_balance(pmoe_layer *layer); /* once the groups are there */
+void pmoei_layer_destroy_balance(pmoe_layer *layer);
+/* Whether a loss is taken over several ranks, so that the router's forward communicates. */
+bool pmoei_layer_shares_losses(const pmoe_layer *layer);
+/* Before such a forward: every rank brings the outcome of its checks, as in pmoei_comm_agree. */
+pmoe_status pmoei_layer_agree_on_losses(pmoe_layer *layer, pmoe_status mine);
+/* This rank failed after that. */
+void pmoei_layer_fail_losses(pmoe_layer *layer, pmoe_status status);
+void pmoei_layer_note_load(pmoe_layer *layer, const pmoe_step *step, const pmoe_gate_stats *stats,
+                           const pmoe_routing *routing);
+
 void pmoei_layer_retain(pmoe_layer *layer);
 void pmoei_layer_release(pmoe_layer *layer);
+
+static inline bool pmoei_param_has_grad(const pmoe_param *p) {
+  return p->numel > 0 && p->reduce_group != PMOE_GROUP_NONE;
+}
 
 /* Fills layer->param. */
 void pmoei_layer_list_params(pmoe_layer *layer);

@@ -41,31 +41,55 @@ static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_s
   return pmoei_layer_bound(layer, false, bound);
 }
 
-/* Everything up to the first communication. */
-static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+static void note(pmoe_stash *stash, const pmoe_gate_stats *stats) {
+  pmoe_metrics *m = &stash->metrics;
+  m->tokens = stats->tokens;
+  m->masked = stats->masked;
+  m->routed = stats->routed;
+  m->dropped = stats->dropped;
+  m->nonfinite = stats->nonfinite;
+  m->aux_loss = stats->aux_loss;
+  m->z_loss = stats->z_loss;
+  m->seq_aux_loss = stats->seq_aux_loss;
+  m->global_aux_loss = stats->global_aux_loss;
+  m->load_max_over_mean = stats->load_max_over_mean;
+  m->load_cv = stats->load_cv;
+  m->entropy = stats->entropy;
+}
+
+/* Checks that need no other rank, and the stash made ready. */
+static pmoe_status begin(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
                          const pmoe_mat *y, pmoei_bound *bound) {
   pmoe_step checked;
   PMOEI_TRY(check_call(layer, stash, step, x, y, &checked, bound));
-  uint64_t start = pmoei_now_ns();
+  PMOEI_REQUIRE(checked.num_sequences <= layer->cfg.max_sequences || layer->cfg.max_sequences == 0,
+                "step->num_sequences is %d; at most the layer's max_sequences (%d) was expected", checked.num_sequences,
+                layer->cfg.max_sequences);
   stash->state = PMOEI_STASH_EMPTY;
   stash->has_run = false;
   stash->step = checked;
   stash->x = *x;
   stash->metrics = (pmoe_metrics)PMOE_CONFIG_INIT(pmoe_metrics);
   pmoei_stash_place_tokens(stash, x->rows);
+  if (!pmoei_layer_shares_losses(layer)) return PMOE_OK;
+  pmoei_gate_call unused = {0};
+  return pmoei_gate_check_forward(&unused, layer->gate, &bound->gate, &stash->step, x, &stash->routing, NULL);
+}
+
+/* Everything up to the plan. Communicates only where ranks share a loss. */
+static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                         const pmoe_mat *y, pmoei_bound *bound) {
+  uint64_t start = pmoei_now_ns();
+  PMOEI_TRY(pmoei_layer_agree_on_losses(layer, begin(layer, stash, step, x, y, bound)));
   pmoe_gate_stats stats = PMOE_CONFIG_INIT(pmoe_gate_stats);
-  PMOEI_TRY(pmoe_gate_forward(layer->gate, &bound->gate, &stash->step, x, &stash->routing, &stats, NULL));
-  pmoe_metrics *m = &stash->metrics;
-  m->tokens = stats.tokens;
-  m->masked = stats.masked;
-  m->routed = stats.routed;
-  m->dropped = stats.dropped;
-  m->nonfinite = stats.nonfinite;
-  m->aux_loss = stats.aux_loss;
-  m->z_loss = stats.z_loss;
-  m->load_max_over_mean = stats.load_max_over_mean;
-  m->entropy = stats.entropy;
-  m->ms_gate = pmoei_ms_since(&start);
+  pmoe_status status = pmoe_gate_forward(layer->gate, &bound->gate, &stash->step, x, &stash->routing, &stats, NULL);
+  if (status != PMOE_OK) {
+    pmoei_layer_fail_losses(layer, status);
+    return status;
+  }
+  note(stash, &stats);
+  pmoei_layer_note_load(layer, &stash->step, &stats, &stash->routing);
+  stash->metrics.ms_gate = pmoei_ms_since(&start);
   return PMOE_OK;
 }
 

@@ -14,6 +14,7 @@
 static const char *const param_names[PMOEI_NUM_PARAM_KINDS] = {
     [PMOEI_ROUTER_WEIGHT] = "router.weight",
     [PMOEI_ROUTER_BIAS] = "router.bias",
+    [PMOEI_SELECTION_BIAS] = "router.selection_bias",
     [PMOEI_FC1_WEIGHT] = "experts.fc1.weight",
     [PMOEI_FC1_BIAS] = "experts.fc1.bias",
     [PMOEI_FC2_WEIGHT] = "experts.fc2.weight",
@@ -27,8 +28,9 @@ static const char *const param_names[PMOEI_NUM_PARAM_KINDS] = {
 };
 
 static bool is_bias(pmoei_param_kind kind) {
-  return kind == PMOEI_ROUTER_BIAS || kind == PMOEI_FC1_BIAS || kind == PMOEI_FC2_BIAS ||
-         kind == PMOEI_RESIDUAL_FC1_BIAS || kind == PMOEI_RESIDUAL_FC2_BIAS || kind == PMOEI_MIX_BIAS;
+  return kind == PMOEI_ROUTER_BIAS || kind == PMOEI_SELECTION_BIAS || kind == PMOEI_FC1_BIAS ||
+         kind == PMOEI_FC2_BIAS || kind == PMOEI_RESIDUAL_FC1_BIAS || kind == PMOEI_RESIDUAL_FC2_BIAS ||
+         kind == PMOEI_MIX_BIAS;
 }
 
 static void add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe_dtype grad_dtype, int64_t out,
@@ -38,6 +40,7 @@ static void add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe
   *p = (pmoe_param){.size = sizeof *p, .name = param_names[kind], .dtype = dtype, .grad_dtype = grad_dtype};
   bool expert = kind >= PMOEI_FC1_WEIGHT && kind <= PMOEI_FC2_BIAS;
   p->reduce_group = expert ? PMOE_GROUP_EXPERT_DP : PMOE_GROUP_DENSE_DP;
+  if (kind == PMOEI_SELECTION_BIAS) p->reduce_group = PMOE_GROUP_NONE;
   p->first_expert = expert ? layer->first_expert : -1;
   if (expert) p->shape[p->ndim++] = layer->num_local;
   p->shape[p->ndim++] = out;
@@ -50,8 +53,10 @@ void pmoei_layer_list_params(pmoe_layer *layer) {
   int64_t hidden = layer->cfg.hidden, experts = layer->gate_cfg.num_experts;
   const pmoe_experts_config *e = &layer->experts_cfg;
   layer->num_params = 0;
-  add(layer, PMOEI_ROUTER_WEIGHT, PMOE_F32, PMOE_F32, experts, hidden);
+  if (layer->gate_cfg.router == PMOE_ROUTER_LINEAR)
+    add(layer, PMOEI_ROUTER_WEIGHT, PMOE_F32, PMOE_F32, experts, hidden);
   if (layer->gate_cfg.bias) add(layer, PMOEI_ROUTER_BIAS, PMOE_F32, PMOE_F32, experts, 0);
+  if (layer->gate_cfg.selection_bias) add(layer, PMOEI_SELECTION_BIAS, PMOE_F32, PMOE_F32, experts, 0);
   add(layer, PMOEI_FC1_WEIGHT, e->dtype, e->grad_dtype, layer->pre_cols, hidden);
   if (e->bias) add(layer, PMOEI_FC1_BIAS, e->dtype, e->grad_dtype, layer->pre_cols, 0);
   add(layer, PMOEI_FC2_WEIGHT, e->dtype, e->grad_dtype, hidden, e->inner);
@@ -106,7 +111,7 @@ pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bou
     const pmoe_param *p = &layer->param[i];
     if (p->numel > 0 && !p->data)
       return pmoei_error(PMOE_ERR_STATE, "parameter %s has no data; bind it with pmoe_layer_bind_param first", p->name);
-    if (p->numel > 0 && need_grad && !p->grad)
+    if (pmoei_param_has_grad(p) && need_grad && !p->grad)
       return pmoei_error(PMOE_ERR_STATE, "parameter %s has no gradient; bind it with pmoe_layer_bind_param first",
                          p->name);
     data[layer->kind[i]] = p->data;
@@ -114,6 +119,7 @@ pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bou
   }
   out->gate.weight = data[PMOEI_ROUTER_WEIGHT], out->gate.weight_grad = grad[PMOEI_ROUTER_WEIGHT];
   out->gate.bias = data[PMOEI_ROUTER_BIAS], out->gate.bias_grad = grad[PMOEI_ROUTER_BIAS];
+  out->gate.selection_bias = data[PMOEI_SELECTION_BIAS];
   pmoe_experts_params *of[2] = {&out->experts, &out->residual.mlp};
   for (int branch = 0; branch < 2; branch++) {
     int first = branch == 0 ? PMOEI_FC1_WEIGHT : PMOEI_RESIDUAL_FC1_WEIGHT;

@@ -21,6 +21,8 @@ static void lay_out_tokens(pmoei_arena *arena, const pmoe_layer *layer, bool spl
   s->routing.weight = pmoei_take(arena, choices, sizeof(float));
   s->routing.expert_count = pmoei_take(arena, experts, sizeof(int64_t));
   s->routing.expert_rows = pmoei_take(arena, experts, sizeof(int64_t));
+  int64_t loss_rows = pmoei_gate_loss_rows(layer->gate, layer->cfg.max_sequences);
+  if (loss_rows > 0) s->routing.loss_sums = pmoei_take(arena, loss_rows * (experts + 1), sizeof(int64_t));
   s->dlogits = split ? pmoei_take(arena, tokens * experts, sizeof(float)) : NULL;
   if (!layer->residual) return;
   pmoe_dtype dtype = layer->experts_cfg.dtype;

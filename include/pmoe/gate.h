@@ -136,6 +136,7 @@ typedef struct pmoe_gate_stats {
   float entropy;            /* of expert_count as a distribution, in nats */
   float seq_aux_loss, global_aux_loss; /* like aux_loss */
   float load_cv;                       /* coefficient of variation of expert_count (standard deviation / mean) */
+  float dropped_share;                 /* dropped / choices */
 } pmoe_gate_stats;
 
 /* Parameters and gradients, float32; gradients are added to. weight [E,H], bias [E] (NULL unless cfg.bias),

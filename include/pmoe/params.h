@@ -20,7 +20,7 @@ typedef struct pmoe_param {
   int64_t shape[3]; /* this rank's part; experts: [local experts, out, in] */
   int64_t numel;
   void *data, *grad;       /* as bound; NULL before */
-  pmoe_group reduce_group; /* EXPERT_DP or DENSE_DP */
+  pmoe_group reduce_group; /* EXPERT_DP or DENSE_DP; NONE for what has no gradient (router.selection_bias) */
   int32_t first_expert;    /* global id of shape[0]'s first entry; -1 if dense */
 } pmoe_param;
 
@@ -37,6 +37,13 @@ PMOE_API pmoe_status pmoe_layer_bind_param(pmoe_layer *layer, int32_t index, voi
 /* Fills the bound data: weights normal(0, std), biases 0. A number depends on seed, layer_id, parameter, global expert
  * id and place alone, so that any layout starts with the same model. */
 PMOE_API pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std);
+
+/* One step of loss-free balancing (pmoe_selection_bias_update): the choices of this layer's training forwards since the
+ * last update, recomputed ones left out, are summed over the stage's dense_dp and update the bound
+ * router.selection_bias. Call it once per optimizer step on every rank. Collective over dense_dp. ERR_STATE for a
+ * router without selection bias. */
+PMOE_API pmoe_status pmoe_layer_update_selection_bias(pmoe_layer *layer, float rate, int32_t centred,
+                                                      pmoe_stream stream);
 
 /* Sums each bound gradient over its reduce_group and multiplies it by scale (the same for dense and experts: 1/global
  * tokens, or 1/(dp cp micro-batches) for mean losses). Collective over the stage. */

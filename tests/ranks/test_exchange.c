@@ -17,7 +17,15 @@ typedef struct case_routing {
 
 static void begin_routing(case_routing *c, int64_t tokens, int32_t experts, int32_t top_k) {
   memset(c, 0, sizeof *c);
-  c->r = (pmoe_routing){sizeof c->r, tokens, experts, top_k, 0, c->expert, c->slot, c->weight, c->count, c->rows};
+  c->r = (pmoe_routing){.size = sizeof c->r,
+                        .tokens = tokens,
+                        .num_experts = experts,
+                        .top_k = top_k,
+                        .expert = c->expert,
+                        .slot = c->slot,
+                        .weight = c->weight,
+                        .expert_count = c->count,
+                        .expert_rows = c->rows};
 }
 
 static void add_choice(case_routing *c, int64_t choice, int32_t expert, float weight) {

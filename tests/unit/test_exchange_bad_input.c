@@ -28,7 +28,16 @@ typedef struct bench {
 static void set_up(bench *b) {
   *b = (bench){.expert = {0, 1, 2, 0, 1, 2}, .slot = {0, 0, 0, 1, 1, -1}, .count = {2, 2, 2}, .rows = {2, 2, 1}};
   for (int i = 0; i < T * K; i++) b->weight[i] = b->slot[i] < 0 ? 0.0f : 0.5f;
-  b->routing = (pmoe_routing){sizeof b->routing, T, E, K, 2, b->expert, b->slot, b->weight, b->count, b->rows};
+  b->routing = (pmoe_routing){.size = sizeof b->routing,
+                              .tokens = T,
+                              .num_experts = E,
+                              .top_k = K,
+                              .capacity = 2,
+                              .expert = b->expert,
+                              .slot = b->slot,
+                              .weight = b->weight,
+                              .expert_count = b->count,
+                              .expert_rows = b->rows};
   pmoe_allocator table = failing_alloc_table(&b->memory);
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   cfg.cpu_threads = 1;

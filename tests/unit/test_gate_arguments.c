@@ -324,7 +324,7 @@ static void test_allocation_failures(void **state) {
 static void test_scratch_bytes(void **state) {
   (void)state;
   gate_case *c = case_new(good(), T, H, 2);
-  size_t bytes = (pmoei_gate_scratch_bytes(c->gate, T) + 63) / 64 * 64;
+  size_t bytes = (pmoei_gate_scratch_bytes(c->gate, T, 0) + 63) / 64 * 64;
   void *mem = aligned_alloc(64, bytes);
   assert_non_null(mem);
   assert_int_equal(pmoe_ctx_set_scratch(c->ctx, mem, bytes), PMOE_OK);

@@ -15,6 +15,8 @@
 
 #include "core/random.h"
 
+enum { MAX_SEQUENCES = 8 };
+
 typedef struct gate_case {
   pmoe_ctx *ctx;
   pmoe_gate *gate;
@@ -23,7 +25,7 @@ typedef struct gate_case {
   int32_t layer;
   uint64_t seed;
   float *x, *w, *b, *dw, *db; /* dw, db: parameter gradients */
-  float *dx, *dweight, *dlogits;
+  float *dx, *dweight, *dlogits, *selection_bias;
   uint8_t *mask;
   pmoe_step step;
   pmoe_gate_params params;
@@ -89,12 +91,20 @@ static inline gate_case *case_new(pmoe_gate_config cfg, int64_t T, int64_t H, in
   c->params.bias = cfg.bias ? c->b : NULL;
   c->params.weight_grad = c->dw;
   c->params.bias_grad = cfg.bias ? c->db : NULL;
+  c->selection_bias = room(E, 4);
+  for (size_t i = 0; i < E; i++) c->selection_bias[i] = 0.3f * draw(&state);
+  if (cfg.selection_bias) c->params.selection_bias = c->selection_bias;
+  if (cfg.router != PMOE_ROUTER_LINEAR) {
+    c->params.weight = NULL;
+    c->params.weight_grad = NULL;
+  }
   c->routing = (pmoe_routing)PMOE_CONFIG_INIT(pmoe_routing);
   c->routing.expert = room(t * K, 4);
   c->routing.slot = room(t * K, 8);
   c->routing.weight = room(t * K, 4);
   c->routing.expert_count = room(E, 8);
   c->routing.expert_rows = room(E, 8);
+  c->routing.loss_sums = room((MAX_SEQUENCES + 2) * (E + 1), 8);
   c->stats = (pmoe_gate_stats)PMOE_CONFIG_INIT(pmoe_gate_stats);
   return c;
 }
@@ -115,7 +125,9 @@ static inline void case_free(gate_case *c) {
                  c->routing.slot,
                  c->routing.weight,
                  c->routing.expert_count,
-                 c->routing.expert_rows};
+                 c->routing.expert_rows,
+                 c->routing.loss_sums,
+                 c->selection_bias};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
   free(c);
 }

@@ -88,11 +88,9 @@ static void test_selection_of_odd_values(void **state) {
   for (size_t j = 0; j < sizeof experts / sizeof *experts; j++) {
     int32_t E = experts[j];
     for (int32_t K = 1; K <= E; K = K < 9 ? K + 1 : K * 3) {
-      pmoe_gate gate = {.cfg = gate_config(E, K)};
-      pmoei_gate_call call = {.gate = &gate};
       size_t cells = (size_t)E * LANES, picks = (size_t)K * LANES;
       pmoei_gate_tile tile = {.logits = room(cells, 4),
-                              .selection = room(cells, 4),
+                              .open = room(cells, 4),
                               .expert = room(picks, 4),
                               .value = room(picks, 4),
                               .key = room((size_t)E, 4),
@@ -102,7 +100,7 @@ static void test_selection_of_odd_values(void **state) {
         bool plain = r * 32 > (float)(70 - i % LANES);
         tile.logits[i] = i % LANES == 0 ? NAN : i % LANES == 1 ? -INFINITY : plain ? r : odd[(size_t)(r * 6.99f)];
       }
-      pmoei_gate_select(&call, &tile);
+      pmoei_gate_best(tile.logits, E, K, tile.expert, tile.value, tile.open, &tile);
       double *lane = room((size_t)E, 8);
       int32_t *want = room((size_t)K, 4);
       for (size_t l = 0; l < LANES; l++) {
@@ -113,7 +111,7 @@ static void test_selection_of_odd_values(void **state) {
           assert_memory_equal(&tile.value[k * LANES + l], &tile.logits[(size_t)want[k] * LANES + l], 4);
         }
       }
-      void *all[] = {tile.logits, tile.selection, tile.expert, tile.value, tile.key, tile.order, lane, want};
+      void *all[] = {tile.logits, tile.open, tile.expert, tile.value, tile.key, tile.order, lane, want};
       for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     }
   }

@@ -50,7 +50,7 @@ static pmoe_status make(gate_run *r) {
   r->weight = (float *)(void *)(at + 2 * x_bytes);
   r->weight_grad = r->weight + router;
   r->dweight = r->weight_grad + router;
-  r->params = (pmoe_gate_params){sizeof r->params, r->weight, NULL, r->weight_grad, NULL};
+  r->params = (pmoe_gate_params){.size = sizeof r->params, .weight = r->weight, .weight_grad = r->weight_grad};
   r->step = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
   r->step.training = 1;
   bench_router(o, r->weight);
