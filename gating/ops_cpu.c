@@ -30,7 +30,7 @@ static pmoei_gate_tile take_tile(const pmoei_gate_call *call, pmoei_arena *arena
     tile.group = pmoei_take(arena, (int64_t)LANES * cfg->num_groups, sizeof *tile.group);
     tile.in_group = pmoei_take(arena, (int64_t)LANES * cfg->num_groups, sizeof *tile.in_group);
   }
-  if (cfg->num_groups > 1 || tile.plain || pmoei_gate_looks_at_all(call)) {
+  if (cfg->num_groups > 1 || pmoei_gate_counts_plain(gate) || pmoei_gate_looks_at_all(call)) {
     tile.best = pmoei_take(arena, LANES * most, sizeof *tile.best);
     tile.which = pmoei_take(arena, LANES * most, sizeof *tile.which);
   }
