@@ -9,9 +9,11 @@
 
 static size_t count_bytes(const pmoe_gate *gate) { return (size_t)gate->cfg.num_experts * sizeof *gate->choice_count; }
 
-static size_t global_bytes(const pmoe_gate *gate) {
+static size_t sums_bytes(const pmoe_gate *gate) {
   return ((size_t)gate->cfg.num_experts + 1) * sizeof *gate->global_sums;
 }
+
+static size_t prob_bytes(const pmoe_gate *gate) { return (size_t)gate->cfg.num_experts * sizeof *gate->global_prob; }
 
 /* sign(mean - count), exact. */
 static int32_t sign_below_mean(int64_t total, int64_t num_experts, int64_t count) {
@@ -33,7 +35,9 @@ pmoe_status pmoe_gate_create(pmoe_ctx *ctx, int32_t hidden, int32_t layer_id, co
   *gate = (pmoe_gate){.ctx = ctx, .ops = &pmoei_gate_ops_cpu, .cfg = cfg, .hidden = hidden, .layer_id = layer_id};
   pmoe_status status = pmoei_alloc(ctx, count_bytes(gate), "gate's counts", &gate->choice_count);
   if (status == PMOE_OK && cfg.global_aux_coef > 0)
-    status = pmoei_alloc(ctx, global_bytes(gate), "gate's global counts", &gate->global_sums);
+    status = pmoei_alloc(ctx, sums_bytes(gate), "gate's global counts", &gate->global_sums);
+  if (status == PMOE_OK && cfg.global_aux_coef > 0)
+    status = pmoei_alloc(ctx, prob_bytes(gate), "gate's global sums", &gate->global_prob);
   if (status != PMOE_OK) {
     pmoe_gate_destroy(gate);
     return status;
@@ -46,7 +50,8 @@ void pmoe_gate_destroy(pmoe_gate *gate) {
   if (!gate) return;
   pmoe_ctx *ctx = gate->ctx;
   pmoei_free(ctx, gate->choice_count, count_bytes(gate));
-  pmoei_free(ctx, gate->global_sums, global_bytes(gate));
+  pmoei_free(ctx, gate->global_sums, sums_bytes(gate));
+  pmoei_free(ctx, gate->global_prob, prob_bytes(gate));
   pmoei_free(ctx, gate, sizeof *gate);
   pmoei_ctx_release(ctx);
 }
@@ -107,11 +112,9 @@ static pmoe_status open_scratch(pmoei_gate_call *call, int32_t *frame) {
 
 /* ---- sums over ranks and micro-batches ---- */
 
-const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call) {
+bool pmoei_gate_is_in_step(const pmoei_gate_call *call) {
   const pmoe_gate *gate = call->gate;
-  bool kept =
-      call->step.training && gate->global_step == call->step.step && gate->global_sums[gate->cfg.num_experts] > 0;
-  return kept ? gate->global_sums : pmoei_gate_global_sums(call);
+  return call->step.training && gate->global_step == call->step.step && gate->global_sums[gate->cfg.num_experts] > 0;
 }
 
 static bool counts_for_later(const pmoei_gate_call *call) { return call->step.training && !call->step.recompute; }
@@ -128,9 +131,13 @@ static pmoe_status sum_over_ranks(pmoei_gate_call *call, pmoe_gate *gate, pmoe_s
     PMOEI_TRY(gate->micro_batch.sum(gate->micro_batch.user, pmoei_gate_micro_sums(call),
                                     (1 + call->num_sequences) * row, stream));
   if (gate->cfg.global_aux_coef == 0 || !counts_for_later(call)) return PMOE_OK;
-  if (gate->global_step != call->step.step) memset(gate->global_sums, 0, global_bytes(gate));
+  if (gate->global_step != call->step.step) {
+    memset(gate->global_sums, 0, sums_bytes(gate));
+    memset(gate->global_prob, 0, prob_bytes(gate));
+  }
   gate->global_step = call->step.step;
   for (int64_t i = 0; i < row; i++) gate->global_sums[i] += pmoei_gate_global_sums(call)[i];
+  for (int64_t e = 0; e < gate->cfg.num_experts; e++) gate->global_prob[e] += call->prob_total[e];
   return PMOE_OK;
 }
 

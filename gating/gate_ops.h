@@ -19,6 +19,7 @@ struct pmoe_gate {
   /* What the global loss divides: counted choices [E] and live tokens of the micro-batches of step `global_step`; NULL
    * without that loss. */
   int64_t *global_sums;
+  double *global_prob; /* [E] this rank's probabilities, summed over the same micro-batches */
   uint64_t global_step;
 };
 
@@ -153,9 +154,15 @@ static inline int32_t pmoei_gate_sequence_of(const pmoei_gate_call *call, int64_
   return (int32_t)(token / (call->tokens / call->num_sequences));
 }
 
-/* What the global loss divides at this moment: all micro-batches of the step so far, or this call's row where it does
- * not count. */
-const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call);
+/* Whether the global loss is taken over all micro-batches of the step so far, or, where this call does not belong to
+ * them, over this call alone. */
+bool pmoei_gate_is_in_step(const pmoei_gate_call *call);
+static inline const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call) {
+  return pmoei_gate_is_in_step(call) ? call->gate->global_sums : pmoei_gate_global_sums(call);
+}
+static inline const double *pmoei_gate_global_prob(const pmoei_gate_call *call) {
+  return pmoei_gate_is_in_step(call) ? call->gate->global_prob : call->prob_total;
+}
 
 /* Scratch that forward and backward of up to `tokens` tokens need at most, with dlogits given or not. */
 size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens, int32_t num_sequences);

@@ -190,10 +190,10 @@ static double seq_value(pmoei_gate_call *call) {
   return value;
 }
 
-static double value_over(const pmoei_gate_call *call, float coef, const int64_t *sums) {
+static double value_over(const pmoei_gate_call *call, float coef, const int64_t *sums, const double *prob) {
   int64_t num_experts = call->gate->cfg.num_experts;
   double value = 0, tokens = mean_tokens(call, sums[num_experts]);
-  for (int64_t e = 0; e < num_experts; e++) value += loss_slope(call, coef, sums, e, tokens) * call->prob_total[e];
+  for (int64_t e = 0; e < num_experts; e++) value += loss_slope(call, coef, sums, e, tokens) * prob[e];
   return value;
 }
 
@@ -201,10 +201,11 @@ pmoe_status pmoei_gate_losses_value(pmoei_gate_call *call) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
   pmoei_gate_losses losses = {0};
   const int64_t *micro = pmoei_gate_micro_sums(call);
-  if (cfg->aux_coef > 0) losses.aux = value_over(call, cfg->aux_coef, micro);
+  if (cfg->aux_coef > 0) losses.aux = value_over(call, cfg->aux_coef, micro, call->prob_total);
   if (cfg->seq_aux_coef > 0) losses.seq_aux = seq_value(call);
   if (cfg->global_aux_coef > 0)
-    losses.global_aux = value_over(call, cfg->global_aux_coef, pmoei_gate_global_so_far(call));
+    losses.global_aux =
+        value_over(call, cfg->global_aux_coef, pmoei_gate_global_so_far(call), pmoei_gate_global_prob(call));
   losses.z = (double)cfg->z_coef * call->totals.z_sum / mean_tokens(call, micro[cfg->num_experts]);
   call->losses = losses;
   return PMOE_OK;

@@ -134,9 +134,10 @@ typedef struct pmoe_gate_stats {
   float aux_loss, z_loss;   /* with their coefficients; this rank's share where ranks share a loss: shares add up */
   float load_max_over_mean; /* of expert_count; 0 if there are no choices */
   float entropy;            /* of expert_count as a distribution, in nats */
-  float seq_aux_loss, global_aux_loss; /* like aux_loss */
-  float load_cv;                       /* coefficient of variation of expert_count (standard deviation / mean) */
-  float dropped_share;                 /* dropped / choices */
+  float seq_aux_loss;       /* like aux_loss */
+  float global_aux_loss;    /* the same of all micro-batches of this step so far */
+  float load_cv;            /* coefficient of variation of expert_count (standard deviation / mean) */
+  float dropped_share;      /* dropped / choices */
 } pmoe_gate_stats;
 
 /* Parameters and gradients, float32; gradients are added to. weight [E,H], bias [E] (NULL unless cfg.bias),
