@@ -316,6 +316,7 @@ static void test_expert_choice(void **state) {
     cfg.capacity_factor = cfg.eval_capacity_factor = 2;
     router_case r;
     set_up(&r, cfg, 2);
+    for (int i = 0; i < T * E; i++) r.logits[i] = r.logits[i / (3 * E) * (3 * E) + i % E]; /* ties of three tokens */
     r.logits[7 * E + 2] = -INFINITY;
     for (int e = 0; e < E; e++) r.logits[8 * E + e] = NAN;
     case_forward(r.c);
