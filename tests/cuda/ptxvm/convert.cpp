@@ -19,7 +19,7 @@ double read_float(Type type, Lane v) {
 
 uint64_t write_float(const Instruction &i, Type type, double v, Rounding rounding) {
   if (i.imm & kSaturate) v = v > 0 ? std::min(v, 1.0) : 0.0;
-  if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+  if ((i.imm & kRelu) && v <= 0) v = 0;
   switch (type) {
   case Type::F64: return bits_of(v);
   case Type::F16: return f16_bits(v, rounding);
@@ -115,7 +115,7 @@ void pack_two(Context &c, const Instruction &i, uint32_t mask) {
   CvtTypes t = types_of(i);
   auto encode = [&](float f) -> uint64_t {
     double v = static_cast<double>(f);
-    if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+    if ((i.imm & kRelu) && v <= 0) v = 0;
     switch (t.to) {
     case Type::F16x2: return f16_bits(v, t.rounding);
     case Type::BF16x2: return bf16_bits(v, t.rounding);

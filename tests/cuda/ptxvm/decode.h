@@ -53,6 +53,7 @@ public:
 
 private:
   uint64_t symbol_value(const Symbol &symbol) const;
+  uint64_t real_value(const Operand &operand) const;
   std::vector<std::string> mods_;
 };
 

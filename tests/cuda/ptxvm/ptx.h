@@ -67,6 +67,7 @@ struct Operand {
   enum Kind : uint8_t { None, Register, Immediate, Special, SymbolAddress, Vector, Memory, Name, Sink };
   Kind kind = None;
   bool negated = false;
+  bool is_real = false; // value holds the bits of a double that was written in decimal
   int reg = -1;  // register number, or index of the special register
   int pair = -1; // the q of p|q
   int64_t value = 0;
