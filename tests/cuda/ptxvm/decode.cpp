@@ -12,6 +12,7 @@ static const DecodeTable &decode_table() {
     add_integer_instructions(t);
     add_float_instructions(t);
     add_bit_instructions(t);
+    add_video_instructions(t);
     add_conversion_instructions(t);
     add_comparison_instructions(t);
     add_data_instructions(t);
