@@ -47,15 +47,15 @@ static bool barrier_complete(const Block &block, const Barrier &b) {
   int arrived = 0, expected = 0;
   for (const auto &warp : block.warps) {
     uint32_t here = b.arrived[static_cast<size_t>(warp->index)];
-    // A warp that is there with all it has left counts as a whole one.
-    arrived += here == warp->live ? (here ? kLanes : 0) : __builtin_popcount(here);
+    // A warp that is there with all it has left counts as a whole one: exited threads are not waited for.
+    bool whole = here && (warp->live & ~here) == 0;
+    arrived += whole ? kLanes : __builtin_popcount(here);
     expected += warp->live ? kLanes : 0;
   }
   return arrived && arrived == (b.expected ? b.expected : expected);
 }
 
 static void check_barrier_convergence(Context &c, int id) {
-  const Barrier &b = c.block->barriers[static_cast<size_t>(id)];
   for (auto &warp : c.block->warps) {
     const Group *first = nullptr;
     for (const Group &g : warp->groups) {
@@ -66,9 +66,6 @@ static void check_barrier_convergence(Context &c, int id) {
         fault(c, *g.waits_at, __builtin_ctz(g.mask),
               "divergent barrier: lanes of one warp wait at different barriers (the other is at %s)",
               describe_location(*first->frame->code->function, *first->waits_at->raw).c_str());
-      if (b.arrived[static_cast<size_t>(warp->index)] != warp->existing && warp->live != warp->existing)
-        fault(c, *g.waits_at, __builtin_ctz(g.mask),
-              "divergent barrier: lanes 0x%x of this warp have exited without it", warp->existing & ~warp->live);
       c.warp = running;
       first = &g;
     }
