@@ -103,15 +103,16 @@ const char *cudaGetErrorName(cudaError_t error) {
     NAME(cudaErrorInvalidMemcpyDirection)
     NAME(cudaErrorInvalidDeviceFunction)
     NAME(cudaErrorInvalidDevice)
-    NAME(cudaErrorInvalidResourceHandle) NAME(cudaErrorIllegalState) NAME(cudaErrorNotReady)
-        NAME(cudaErrorHostMemoryAlreadyRegistered) NAME(cudaErrorHostMemoryNotRegistered)
-            NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
-                NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)
-                    NAME(cudaErrorStreamCaptureUnmatched) NAME(cudaErrorStreamCaptureUnjoined)
-                        NAME(cudaErrorStreamCaptureIsolation) NAME(cudaErrorStreamCaptureImplicit)
-                            NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
+    NAME(cudaErrorInvalidResourceHandle)
+    NAME(cudaErrorIllegalState)
+    NAME(cudaErrorNotReady) NAME(cudaErrorHostMemoryAlreadyRegistered) NAME(cudaErrorHostMemoryNotRegistered)
+        NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
+            NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)
+                NAME(cudaErrorStreamCaptureUnmatched) NAME(cudaErrorStreamCaptureUnjoined)
+                    NAME(cudaErrorStreamCaptureIsolation) NAME(cudaErrorStreamCaptureImplicit)
+                        NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
 #undef NAME
-                                default : return "unrecognized error code";
+                            default : return "unrecognized error code";
   }
 }
 const char *cudaGetErrorString(cudaError_t error) {

@@ -62,6 +62,22 @@ cudaError_t copy_now(const char *who, void *to, const void *from, size_t size, c
   return error ? error : wait_for_stream(nullptr);
 }
 
+// The address is known at once, the memory is there when the stream has come to it.
+cudaError_t allocate_in_stream(void **pointer, size_t size, cudaStream_t stream) {
+  *pointer = nullptr;
+  if (!is_known_stream(stream)) return cudaErrorInvalidResourceHandle;
+  if (is_capturing(stream)) return refuse_in_capture(stream);
+  if (!size) return cudaSuccess;
+  uint64_t base = device_memory().allocate(size, "", current_device());
+  if (!base) return cudaErrorMemoryAllocation;
+  device_memory().set_pending(base, true);
+  *pointer = reinterpret_cast<void *>(base);
+  return enqueue(stream, "cudaMallocAsync", [=] {
+    device_memory().set_pending(base, false);
+    device_write(reinterpret_cast<void *>(base), size, "cudaMallocAsync"); // must come before every use
+  });
+}
+
 std::unordered_map<const void *, std::pair<uint64_t, size_t>> &symbols() {
   static auto *map = new std::unordered_map<const void *, std::pair<uint64_t, size_t>>;
   return *map;
@@ -101,9 +117,11 @@ cudaError_t cudaFree(void *pointer) {
 }
 cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
   PTXVM_ENTER(cudaMallocAsync, remember(cudaErrorMemoryAllocation));
-  if (is_capturing(stream)) return remember(refuse_in_capture(stream));
-  *pointer = size ? reinterpret_cast<void *>(device_memory().allocate(size, "", current_device())) : nullptr;
-  return *pointer || !size ? cudaSuccess : remember(cudaErrorMemoryAllocation);
+  return remember(allocate_in_stream(pointer, size, stream));
+}
+cudaError_t cudaMallocFromPoolAsync(void **pointer, size_t size, cudaMemPool_t, cudaStream_t stream) {
+  PTXVM_ENTER(cudaMallocAsync, remember(cudaErrorMemoryAllocation));
+  return remember(allocate_in_stream(pointer, size, stream));
 }
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
   PTXVM_ENTER(cudaFreeAsync, remember(cudaErrorUnknown));
@@ -111,8 +129,10 @@ cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) {
   if (is_capturing(stream)) return remember(refuse_in_capture(stream));
   const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
   if (!a || a->freed || a->base != reinterpret_cast<uint64_t>(pointer)) return remember(cudaErrorInvalidValue);
-  return remember(
-      enqueue(stream, "cudaFreeAsync", [=] { device_memory().release(reinterpret_cast<uint64_t>(pointer)); }));
+  return remember(enqueue(stream, "cudaFreeAsync", [pointer, base = a->base, size = a->size] {
+    device_write(pointer, size, "cudaFreeAsync"); // must come after every use
+    device_memory().release(base);
+  }));
 }
 
 static cudaError_t allocate_host(void **pointer, size_t size, MemoryKind kind, const char *name) {

@@ -139,7 +139,8 @@ Ref Decoder::ref(const Operand &operand) {
     if (is_pred(operand)) return pred_ref(operand.reg);
     return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Window};
   case Operand::Special: return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Special};
-  case Operand::Immediate: return constant(operand.is_real ? real_value(operand) : static_cast<uint64_t>(operand.value));
+  case Operand::Immediate:
+    return constant(operand.is_real ? real_value(operand) : static_cast<uint64_t>(operand.value));
   case Operand::Sink: return {static_cast<int64_t>(function.register_is_pred.size()) * kSlotBytes, Base::Window};
   case Operand::SymbolAddress:
     if (operand.symbol->space == Space::Local || (operand.symbol->space == Space::Param && !function.is_entry))

@@ -17,6 +17,7 @@ struct Allocation {
   bool freed;
   int device;
   std::string what;
+  bool pending = false; // allocated in the order of a stream that has not come to it
 };
 
 class DeviceMemory {
@@ -24,6 +25,7 @@ public:
   DeviceMemory();
   // Fresh memory is filled with 0xff, a NaN in every floating-point format. Returns 0 when memory is used up.
   uint64_t allocate(uint64_t size, const std::string &what, int device = 0);
+  void set_pending(uint64_t base, bool pending) { table_.at(base).pending = pending; }
   bool release(uint64_t base); // false when `base` is not a live allocation
   void add_host(void *pointer, uint64_t size, MemoryKind kind, const std::string &what);
   bool remove_host(void *pointer);

@@ -23,7 +23,10 @@ static Options read_options() {
   else if (order.find_first_not_of("0123456789") == std::string::npos)
     o.order = Order::Seeded, o.seed = strtoull(order.c_str(), nullptr, 10);
   else stop("PTXVM_ORDER is '%s', expected lockstep, forward, reverse or a seed", order.c_str());
-  o.race = !text("PTXVM_RACE").empty() && text("PTXVM_RACE") != "0";
+  std::string race = text("PTXVM_RACE");
+  o.race = !race.empty() && race != "0";
+  o.ignore_unchanged = race == "changes";
+  if (o.race && race != "1" && !o.ignore_unchanged) stop("PTXVM_RACE is '%s', expected 0, 1 or changes", race.c_str());
   o.stats = !text("PTXVM_STATS").empty();
   if (!text("PTXVM_WORKERS").empty()) o.workers = atoi(text("PTXVM_WORKERS").c_str());
   if (!text("PTXVM_LIMIT").empty()) o.instruction_limit = strtoull(text("PTXVM_LIMIT").c_str(), nullptr, 10);

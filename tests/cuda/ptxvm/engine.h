@@ -182,6 +182,7 @@ struct Options {
   Order order = Order::Lockstep;
   uint64_t seed = 1;
   bool race = false, stats = false;
+  bool ignore_unchanged = false;           // a store of the value that is there already is no race
   int workers = 0;                         // 0: as many as the machine has cores
   uint64_t instruction_limit = 1ull << 36; // of one launch, in thread instructions
   int capability = 90;

@@ -68,8 +68,8 @@ struct Operand {
   Kind kind = None;
   bool negated = false;
   bool is_real = false; // value holds the bits of a double that was written in decimal
-  int reg = -1;  // register number, or index of the special register
-  int pair = -1; // the q of p|q
+  int reg = -1;         // register number, or index of the special register
+  int pair = -1;        // the q of p|q
   int64_t value = 0;
   Symbol *symbol = nullptr;
   std::string name;

@@ -65,7 +65,7 @@ void learn(KnowledgePtr &known, const Knowledge &news) {
 struct Access {
   uint32_t launch = 0, task = 0, block = 0, warp_clock = 0, lane_clock = 0, instruction = 0;
   uint16_t thread = 0;
-  bool sync = false;
+  bool sync = false, unchanged = false;
 };
 
 struct Cell {
@@ -222,8 +222,9 @@ static void report_race(const char *what, const Access &old, const Access &now, 
   std::string place = space == Space::Shared ? "shared memory, offset " + std::to_string(address)
                                              : "global memory, " + device_memory().describe(address, 1);
   const char *between = old.task == now.task ? "" : " between streams";
-  note_fault(std::string("race") + between + ", " + what + ": " + place + "\n    first  " + first + "\n    second " +
-             second);
+  const char *same = now.unchanged ? " (of the value that was there)" : "";
+  note_fault(std::string("race") + between + ", " + what + same + ": " + place + "\n    first  " + first +
+             "\n    second " + second);
 }
 
 static void check_cell(const RaceLog *log, Cell &cell, const Access &now, AccessKind kind, Space space,
@@ -235,11 +236,13 @@ static void check_cell(const RaceLog *log, Cell &cell, const Access &now, Access
   };
   bool writes = kind != AccessKind::Read;
   // Lanes of one warp storing to one place by one instruction: one of them wins, which programs rely on.
-  bool same_store = cell.write.launch == now.launch && cell.write.block == now.block &&
+  bool same_store = log && cell.write.launch == now.launch && cell.write.block == now.block &&
                     cell.write.instruction == now.instruction && cell.write.thread / kLanes == now.thread / kLanes &&
                     kind == AccessKind::Write;
-  if (conflicts(cell.write) && !same_store)
-    report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
+  bool clashes = conflicts(cell.write) && !same_store;
+  if (now.unchanged && options().ignore_unchanged && (clashes || conflicts(cell.reads[0]) || conflicts(cell.reads[1])))
+    return;
+  if (clashes) report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
   if (writes) {
     for (const Access &read : cell.reads)
       if (conflicts(read)) report_race("write after read", read, now, space, address);
@@ -321,6 +324,7 @@ void log_access(Context &c, const Instruction &i, const Footprint &footprint, Ac
     now.warp_clock = log.warps[warp][warp];
     now.lane_clock = log.lanes[warp][l][l];
     now.instruction = i.index;
+    now.unchanged = footprint.unchanged >> lane & 1;
     now.sync = i.sync && i.raw->text.compare(0, 3, "cp.") != 0;
     if (now.sync)
       pass_visibility(log, now, space, footprint.address[l], kind != AccessKind::Write, kind != AccessKind::Read);

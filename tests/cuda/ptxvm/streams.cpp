@@ -110,21 +110,38 @@ static void finish_everything() {
   }
 }
 
-// At the end of the program: late work still runs, so that its faults are seen, then the verdict.
+// At the end of the program, however it comes about: late work still runs, so that its faults are seen, then the
+// verdict. Returns the status to end with. A forked child has no say.
+static const pid_t owner = getpid();
+static int conclude(int status) {
+  static bool concluded = false;
+  if (getpid() != owner || concluded) return status;
+  concluded = true;
+  finish_everything();
+  fflush(stdout);
+  print_statistics();
+  if (!faults_noted()) return status;
+  fprintf(stderr, "ptxvm: %d fault(s)\n", faults_noted());
+  fflush(stderr);
+  return kFaultStatus;
+}
+
 namespace {
 struct AtExit {
-  ~AtExit() {
-    finish_everything();
-    fflush(stdout);
-    print_statistics();
-    if (!faults_noted()) return;
-    fprintf(stderr, "ptxvm: %d fault(s)\n", faults_noted());
-    fflush(stderr);
-    _exit(kFaultStatus);
+  AtExit() {
+    at_quick_exit([] { end_if_faulty(conclude(0)); });
+  }
+  ~AtExit() { end_if_faulty(conclude(0)); }
+  static void end_if_faulty(int status) {
+    if (status) end_process(status);
   }
 } at_exit;
 
 } // namespace
+
+// These end a program without its exit handlers. They come here first, for this library stands before the C library.
+extern "C" void _exit(int status) { end_process(conclude(status)); }
+extern "C" void _Exit(int status) { end_process(conclude(status)); }
 
 RuntimeLock &runtime_lock() { return runtime().lock; }
 void RuntimeLock::sleep_released() {
@@ -298,6 +315,10 @@ static void *device_access(const void *pointer, size_t size, const char *who, bo
   if (!is_pinned_or_device(pointer) && !device_memory().in_arena(reinterpret_cast<uint64_t>(pointer)))
     stop("%s works on host memory that is neither pinned nor registered: %p", who, pointer);
   void *host = view(pointer, size, who);
+  const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
+  if (a && a->pending)
+    stop("%s uses memory before its cudaMallocAsync, which another stream has not come to: %s", who,
+         device_memory().describe(reinterpret_cast<uint64_t>(pointer), size).c_str());
   if (options().race) log_range(reinterpret_cast<uint64_t>(pointer), size, writes);
   return host;
 }

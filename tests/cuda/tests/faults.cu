@@ -87,6 +87,14 @@ __global__ void no_fence(const int *in, int *partial, unsigned *ticket, int *out
   __syncthreads();
   if (last) out[threadIdx.x] = partial[threadIdx.x];
 }
+__global__ void same_value(int *out) { // two warps raise one flag
+  __shared__ int raised;
+  if (threadIdx.x == 0) raised = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 5) raised = 1;
+  __syncthreads();
+  out[threadIdx.x] = raised;
+}
 __device__ int guard;
 template <bool kFence> __global__ void lock_without_fence(int *count) {
   for (bool done = false; !done;) {
@@ -161,6 +169,7 @@ int main(int argc, char **argv) {
   } else if (name == "missing_barrier") missing_barrier<<<1, 64>>>(p);
   else if (name == "missing_second_barrier") missing_second_barrier<<<1, 64>>>(p);
   else if (name == "missing_warp_barrier") missing_warp_barrier<<<1, 32>>>(p);
+  else if (name == "same_value") same_value<<<1, 64>>>(p);
   else if (name == "shared_count") shared_count<<<1, 32>>>(p);
   else if (name == "blocks_collide") blocks_collide<<<2, 32>>>(p);
   else if (name == "byte_collide") byte_collide<<<4, 32>>>((unsigned char *)p);
