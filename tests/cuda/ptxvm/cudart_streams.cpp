@@ -126,6 +126,14 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
   return remember(enqueue(stream, "cudaStreamAddCallback", [=] { callback(stream, cudaSuccess, data); }));
 }
 
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
+  PTXVM_ENTER(cudaStreamGetId, remember(cudaErrorUnknown));
+  Stream *s = stream_of(stream);
+  if (!s) return remember(cudaErrorInvalidResourceHandle);
+  *id = s->id;
+  return cudaSuccess;
+}
+
 // ---- Events
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {

@@ -18,6 +18,7 @@ struct Allocation {
   int device;
   std::string what;
   bool pending = false; // allocated in the order of a stream that has not come to it
+  bool owned = false;   // host memory that was allocated here, not registered
 };
 
 class DeviceMemory {
@@ -28,7 +29,9 @@ public:
   void set_pending(uint64_t base, bool pending) { table_.at(base).pending = pending; }
   bool release(uint64_t base); // false when `base` is not a live allocation
   void add_host(void *pointer, uint64_t size, MemoryKind kind, const std::string &what);
-  bool remove_host(void *pointer);
+  bool remove_host(void *pointer); // registered memory; false for any other
+  void *allocate_host(uint64_t size, MemoryKind kind, const std::string &what); // nullptr when there is no more
+  bool release_host(void *pointer);
 
   const Allocation *find(uint64_t address) const; // live or freed, nullptr when there is none
   void *alias(uint64_t address) const {

@@ -68,7 +68,7 @@ static void set_block_registers(const Block &block, Warp &warp) {
   fill(special + y, block.coordinates[1]);
   fill(special + z, block.coordinates[2]);
   fill(special + cluster, block.coordinates[0]);
-  fill(special + multiprocessor, block.id % 4);
+  fill(special + multiprocessor, block.id % kMultiprocessors);
 }
 
 static void set_special_registers(const Launch &launch, const Block &block, Warp &warp) {
@@ -93,12 +93,14 @@ static void set_special_registers(const Launch &launch, const Block &block, Warp
                                                       {"%nctaid.z", g.z},
                                                       {"%warpid", static_cast<uint64_t>(warp.index)},
                                                       {"%nwarpid", block.warps.size()},
-                                                      {"%nsmid", 4},
+                                                      {"%nsmid", kMultiprocessors},
                                                       {"%gridid", launch.serial},
                                                       {"%dynamic_smem_size", launch.dynamic_shared},
                                                       {"%total_smem_size", launch.shared_size},
                                                       {"WARP_SZ", kLanes},
                                                       {"%nclusterid.x", g.x},
+                                                      {"%envreg1", launch.grid_workspace >> 32},
+                                                      {"%envreg2", launch.grid_workspace},
                                                       {"%cluster_nctarank", 1}};
   for (auto &v : values) fill(slot(v.first), v.second & 0xffffffff);
   set_block_registers(block, warp);
@@ -194,7 +196,8 @@ static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
   }
 }
 
-void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params) {
+void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params,
+                uint64_t grid_workspace) {
   static uint64_t serial = 0;
   Launch launch;
   launch.program = &program;
@@ -203,6 +206,7 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   launch.dynamic_shared = dynamic_shared;
   launch.shared_size = program.static_shared + dynamic_shared;
   launch.params = std::move(params);
+  launch.grid_workspace = grid_workspace;
   launch.serial = ++serial;
   if (options().stats) launch.counters = &counters_of(program.kernel->name);
   if (launch.counters) launch.counters->launches++, launch.counters->blocks += grid.count();
@@ -215,7 +219,7 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   }
   if (options().race) begin_race_launch(launch);
   uint64_t workers = options().workers ? static_cast<uint64_t>(options().workers) : std::thread::hardware_concurrency();
-  if (!program.blocks_independent || options().race || is_serial()) workers = 1;
+  if (!program.blocks_independent || grid_workspace || options().race || is_serial()) workers = 1;
   if (grid.count() * block.count() < kWorthThreads) workers = 1;
   workers = std::max<uint64_t>(1, std::min(workers, grid.count()));
   std::vector<std::thread> threads;

@@ -20,6 +20,7 @@
 namespace ptxvm {
 
 constexpr int kLanes = 32;
+constexpr int kMultiprocessors = 4;                    // few, so that grid-stride loops are short of blocks
 constexpr int kSlotBytes = kLanes * 8, kPredBytes = 4; // of a register, and of one that is a predicate
 constexpr uint32_t kAllLanes = ~0u;
 using Lane = uint64_t;
@@ -198,6 +199,7 @@ struct Launch {
   std::atomic<uint64_t> next_block{0};
   std::atomic<uint64_t> instructions{0};
   uint64_t serial = 0;
+  uint64_t grid_workspace = 0;
   KernelCounters *counters = nullptr; // totals, set when statistics are wanted
   std::mutex counters_lock;
 };
@@ -238,7 +240,9 @@ template <class F> inline void for_lanes(uint32_t mask, F f) {
 uint64_t next_random(uint64_t &state);
 bool run_block(Context &context, Block &block); // one turn; true when the block has ended
 Program *program_of(const Function *kernel);    // cached
-void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params);
+// A cooperative launch has a workspace, in which its blocks wait for each other.
+void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params,
+                uint64_t grid_workspace = 0);
 
 // Warp and block waits, used by the instructions that wait.
 void split_from_group(Context &context, uint32_t mask); // the rest of the running group goes its own way

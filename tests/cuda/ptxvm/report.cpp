@@ -40,6 +40,8 @@ void stop(const char *format, ...) {
   end_with(text);
 }
 
+extern "C" [[noreturn]] void ptxvm_missing(const char *function) { stop("%s is not provided by ptxvm", function); }
+
 std::string demangle(const std::string &name) {
   int status = 0;
   char *plain = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);

@@ -260,7 +260,8 @@ static void run_warp(Context &c, Warp &warp) {
 bool run_block(Context &c, Block &block) {
   c.block = &block;
   block.wants_yield = false;
-  const uint64_t until = c.instructions + (1ull << 22);
+  // Blocks of a cooperative launch wait for each other, so their turns are short.
+  const uint64_t until = c.instructions + (1ull << (block.launch->grid_workspace ? 14 : 22));
   std::vector<size_t> order(block.warps.size());
   for (size_t k = 0; k < order.size(); k++) order[k] = options().order == Order::Reverse ? order.size() - 1 - k : k;
   while (block.live_threads) {

@@ -53,6 +53,17 @@ static Stream *legacy_stream(int device) {
   return slot.get();
 }
 
+// Like a created, blocking stream that every thread has for each device.
+static Stream *per_thread_stream(int device) {
+  Stream *&stream = host_thread.streams[device];
+  if (!stream) {
+    stream = new_stream();
+    stream->device = device;
+    runtime().streams.insert(stream);
+  }
+  return stream;
+}
+
 std::vector<Stream *> all_streams() {
   std::vector<Stream *> list(runtime().streams.begin(), runtime().streams.end());
   for (auto &entry : runtime().legacy) list.push_back(entry.second.get());
@@ -182,6 +193,7 @@ extern "C" long ptxvm_calls(const char *name) {
 
 Stream *stream_of(cudaStream_t handle) {
   if (handle == nullptr || handle == cudaStreamLegacy) return legacy_stream(host_thread.device);
+  if (handle == cudaStreamPerThread) return per_thread_stream(host_thread.device);
   auto *stream = reinterpret_cast<Stream *>(handle);
   return runtime().streams.count(stream) ? stream : nullptr;
 }
@@ -245,11 +257,19 @@ cudaError_t wait_for_stream(cudaStream_t handle) {
   return cudaSuccess;
 }
 
+static cudaGraphNodeType type_of(const std::string &name) {
+  auto begins = [&](const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; };
+  return begins("cudaMemcpy")           ? cudaGraphNodeTypeMemcpy
+         : begins("cudaMemset")         ? cudaGraphNodeTypeMemset
+         : begins("cudaLaunchHostFunc") ? cudaGraphNodeTypeHost
+                                        : cudaGraphNodeTypeKernel;
+}
+
 static cudaError_t capture_node(Stream &s, const char *name, Work work, Ready ready) {
   Capture &capture = *s.capture;
   if (capture.broken) return cudaErrorStreamCaptureInvalidated;
   size_t index = capture.graph->nodes.size();
-  capture.graph->nodes.push_back({name, std::move(work), std::move(ready), s.tail});
+  capture.graph->nodes.push_back({name, std::move(work), std::move(ready), s.tail, type_of(name)});
   s.tail = {index};
   return cudaSuccess;
 }
@@ -304,9 +324,11 @@ bool is_pinned_or_device(const void *pointer) {
 void *view(const void *pointer, size_t size, const char *who) {
   if (!size) return const_cast<void *>(pointer);
   void *host = device_memory().host_view(pointer, size);
-  if (!host)
-    stop("%s touches %zu bytes that are not all live memory: %s", who, size,
+  if (!host) {
+    const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
+    stop("%s%s touches %zu bytes that are not all live memory: %s", a && a->freed ? "use after free: " : "", who, size,
          device_memory().describe(reinterpret_cast<uint64_t>(pointer), size).c_str());
+  }
   return host;
 }
 

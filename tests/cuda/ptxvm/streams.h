@@ -23,11 +23,14 @@ struct GraphNode {
   Work work;
   Ready ready;
   std::set<size_t> after;
+  cudaGraphNodeType type = cudaGraphNodeTypeKernel;
 };
 
 struct Graph {
+  uint32_t id = 0; // in the handles of its nodes
   std::vector<GraphNode> nodes;
 };
+cudaGraph_t new_graph_handle(const std::shared_ptr<Graph> &graph);
 
 struct Capture {
   std::shared_ptr<Graph> graph = std::make_shared<Graph>();
@@ -82,6 +85,7 @@ struct HostThread {
   int device = 0;
   cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
   cudaError_t last_error = cudaSuccess;
+  std::map<int, Stream *> streams; // cudaStreamPerThread by device; they outlive the thread
 };
 extern thread_local HostThread host_thread;
 

@@ -153,6 +153,17 @@ int main(int argc, char **argv) {
   } else if (name == "host_pointer") {
     static int host[32];
     touch<<<1, 32>>>(host);
+  } else if (name == "write_before") { // the nearest allocation is named, not the one that lies below
+    int *next;
+    CUDA(cudaMalloc(&next, 64));
+    touch<<<1, 1>>>(next - 2);
+  } else if (name == "pinned_after_free" || name == "pinned_host_after_free" || name == "pinned_copy_after_free") {
+    int *pinned;
+    CUDA(cudaMallocHost(&pinned, 128));
+    CUDA(cudaFreeHost(pinned));
+    if (name == "pinned_after_free") touch<<<1, 32>>>(pinned);
+    else if (name == "pinned_host_after_free") pinned[2] = 1;
+    else CUDA(cudaMemcpy(p, pinned, 128, cudaMemcpyHostToDevice));
   } else if (name == "shared_past") shared_past<<<1, 32>>>(p, 1);
   else if (name == "local_past") local_past<<<1, 32>>>(p, 7);
   else if (name == "misaligned") misaligned<<<1, 8>>>((char *)p);
