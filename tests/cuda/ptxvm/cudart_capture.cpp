@@ -53,7 +53,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *
   PTXVM_ENTER(cudaStreamIsCapturing, remember(cudaErrorUnknown));
   Stream *s = stream_of(stream);
   if (!s) return remember(cudaErrorInvalidResourceHandle);
-  if (s->legacy && !runtime().captures.empty()) return remember(cudaErrorStreamCaptureImplicit);
+  if (s->legacy && capture_forbids_legacy(s->device)) return remember(cudaErrorStreamCaptureImplicit);
   *status = !s->capture          ? cudaStreamCaptureStatusNone
             : s->capture->broken ? cudaStreamCaptureStatusInvalidated
                                  : cudaStreamCaptureStatusActive;

@@ -88,8 +88,12 @@ struct GraphRun {
   std::shared_ptr<Graph> graph;
   std::vector<bool> done;
   size_t left;
+  bool running = false; // a host node lets other threads in here
 
   bool advance() { // runs what can run; true when all has
+    if (running) return false;
+    running = true;
+    const uint32_t task = current_race_task();
     std::vector<size_t> able;
     do {
       able.clear();
@@ -103,7 +107,9 @@ struct GraphRun {
       done[n] = true;
       left--;
       graph->nodes[n].work();
+      enter_race_task(task);
     } while (left);
+    running = false;
     return left == 0;
   }
 };
@@ -173,8 +179,9 @@ cudaError_t cudaGraphAddHostNode(cudaGraphNode_t *node, cudaGraph_t graph, const
                                  const cudaHostNodeParams *params) {
   PTXVM_ENTER(cudaGraphAddHostNode, remember(cudaErrorUnknown));
   if (!params || !params->fn) return remember(cudaErrorInvalidValue);
-  return remember(add_node(node, graph, after, count, cudaGraphNodeTypeHost, "a host node",
-                           [function = params->fn, data = params->userData] { function(data); }));
+  return remember(add_node(
+      node, graph, after, count, cudaGraphNodeTypeHost, "a host node",
+      [function = params->fn, data = params->userData] { runtime_lock().run_released([=] { function(data); }); }));
 }
 cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *after,
                                   size_t count) {

@@ -105,13 +105,17 @@ bool run_one() {
   Runtime &r = runtime();
   std::vector<Stream *> able;
   for (Stream *s : all_streams())
-    if (!s->queue.empty() && is_ready(*s)) able.push_back(s);
+    if (!s->queue.empty() && !s->busy && is_ready(*s)) able.push_back(s);
   if (able.empty()) return false;
   Stream *stream = able[next_random(r.random) % able.size()];
-  Task task = std::move(stream->queue.front());
+  // The task heads its queue until it is done: host functions run without the lock, and nothing may overtake them.
+  Work work = std::move(stream->queue.front().work);
+  if (options().race) enter_race_task(stream->queue.front().race_task);
+  stream->busy = true;
+  work();
+  stream->busy = false;
   stream->queue.pop_front();
-  if (options().race) enter_race_task(task.race_task);
-  task.work();
+  r.progress++;
   return true;
 }
 
@@ -155,11 +159,14 @@ extern "C" void _exit(int status) { end_process(conclude(status)); }
 extern "C" void _Exit(int status) { end_process(conclude(status)); }
 
 RuntimeLock &runtime_lock() { return runtime().lock; }
-void RuntimeLock::sleep_released() {
+void RuntimeLock::run_released(const std::function<void()> &f) {
   int depth = depth_;
   for (int k = 0; k < depth; k++) unlock();
-  std::this_thread::sleep_for(std::chrono::microseconds(200));
+  f();
   for (int k = 0; k < depth; k++) lock();
+}
+void RuntimeLock::sleep_released() {
+  run_released([] { std::this_thread::sleep_for(std::chrono::microseconds(200)); });
 }
 int current_device() { return host_thread.device; }
 int device_count() {
@@ -213,23 +220,28 @@ int device_of(cudaStream_t handle) {
   return s ? s->device : -1;
 }
 
+static std::chrono::seconds patience() {
+  const char *seconds = getenv("PTXVM_TIMEOUT");
+  return std::chrono::seconds(seconds ? atol(seconds) : 60);
+}
+
 void run_until(const std::function<bool()> &done, const char *why) {
   auto since = std::chrono::steady_clock::now();
+  uint64_t progress = runtime().progress;
   while (!done()) {
-    if (run_one()) {
-      since = std::chrono::steady_clock::now();
-      continue;
+    if (!run_one()) runtime().lock.sleep_released(); // another thread, or a rank elsewhere, may bring what is missing
+    auto now = std::chrono::steady_clock::now();
+    if (progress != runtime().progress) {
+      progress = runtime().progress;
+      since = now;
     }
-    // Another thread, or a rank elsewhere, may still bring what is missing.
-    runtime().lock.sleep_released();
-    if (std::chrono::steady_clock::now() - since > std::chrono::seconds(20)) {
-      std::string heads;
-      for (Stream *s : all_streams())
-        if (!s->queue.empty())
-          heads += std::string("\n    a stream of device ") + std::to_string(s->device) + " waits at " +
-                   s->queue.front().name;
-      stop("deadlock between streams in %s: nothing can run%s", why, heads.c_str());
-    }
+    if (now - since <= patience() || done()) continue;
+    std::string heads;
+    for (Stream *s : all_streams())
+      if (!s->queue.empty())
+        heads +=
+            std::string("\n    a stream of device ") + std::to_string(s->device) + " waits at " + s->queue.front().name;
+    stop("deadlock between streams in %s: nothing can run (for PTXVM_TIMEOUT seconds)%s", why, heads.c_str());
   }
 }
 
@@ -274,18 +286,21 @@ static cudaError_t capture_node(Stream &s, const char *name, Work work, Ready re
   return cudaSuccess;
 }
 
+bool capture_forbids_legacy(int device) {
+  for (auto &capture : runtime().captures) {
+    if (!capture->origin->blocking || capture->origin->device != device) continue;
+    if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
+    return capture->broken = true;
+  }
+  return false;
+}
+
 cudaError_t enqueue(cudaStream_t handle, const char *name, Work work, Ready ready) {
   Runtime &r = runtime();
   Stream *s = stream_of(handle);
   if (!s) return cudaErrorInvalidResourceHandle;
   if (s->capture) return capture_node(*s, name, std::move(work), std::move(ready));
-  if (s->legacy)
-    for (auto &capture : r.captures)
-      if (capture->origin->blocking &&
-          capture->mode != cudaStreamCaptureModeRelaxed) { // the legacy stream would order itself with it
-        capture->broken = true;
-        return cudaErrorStreamCaptureImplicit;
-      }
+  if (s->legacy && capture_forbids_legacy(s->device)) return cudaErrorStreamCaptureImplicit;
   join(s->clock, r.host);
   if (s->legacy) {
     for (Stream *other : r.streams)
