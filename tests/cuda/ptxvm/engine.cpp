@@ -150,7 +150,8 @@ static uint64_t block_at(const Launch &launch, uint64_t position, const std::vec
 }
 
 constexpr size_t kMaxResident = 2048;
-constexpr uint64_t kWorthThreads = 2048; // smaller launches are over before a second worker has started
+// Smaller launches are over before a second worker has started: by threads, and by instructions once they are known.
+constexpr uint64_t kWorthThreads = 2048, kWorthInstructions = 1 << 20;
 
 // Blocks that spin, waiting for others, stay resident while new ones start.
 static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
@@ -221,11 +222,13 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   uint64_t workers = options().workers ? static_cast<uint64_t>(options().workers) : std::thread::hardware_concurrency();
   if (!program.blocks_independent || grid_workspace || options().race || is_serial()) workers = 1;
   if (grid.count() * block.count() < kWorthThreads) workers = 1;
+  if (program.instructions_a_block && program.instructions_a_block * grid.count() < kWorthInstructions) workers = 1;
   workers = std::max<uint64_t>(1, std::min(workers, grid.count()));
   std::vector<std::thread> threads;
   for (uint64_t k = 1; k < workers; k++) threads.emplace_back([&] { work(launch, shuffled); });
   work(launch, shuffled);
   for (std::thread &t : threads) t.join();
+  program.instructions_a_block = launch.instructions / grid.count() + 1;
   count_executed(launch.instructions);
 }
 

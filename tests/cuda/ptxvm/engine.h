@@ -83,7 +83,8 @@ struct Program {
   std::deque<Extra> extras;
   uint64_t static_shared = 0;
   uint32_t instruction_count = 0;
-  bool blocks_independent = true; // nothing in it can make one block see another
+  uint64_t instructions_a_block = 0; // of threads, in the last launch
+  bool blocks_independent = true;    // nothing in it can make one block see another
   const Code *entry = nullptr;
 
   Code *code_of(const Function *function); // decoded when first asked for

@@ -177,8 +177,27 @@ static void test_video() {
   VIDEO("vset2.u32.u32.ne.add", 16, false, x != y);
 }
 
+// Saturating conversions that pack.
+#define PACK(type, w, is_signed, ...)                                                                                  \
+  compare(                                                                                                             \
+      type,                                                                                                            \
+      [] __device__(U a, U b, U c) -> U {                                                                              \
+        U r;                                                                                                           \
+        asm("cvt.pack.sat." type " %0, %1, %2" __VA_ARGS__ ";" : "=r"(r) : "r"(a), "r"(b), "r"(c));                    \
+        return r;                                                                                                      \
+      },                                                                                                               \
+      [](U a, U b, U c) -> U {                                                                                         \
+        const uint64_t ones = (1ull << w) - 1, above = strstr(type, "b32") ? (uint64_t)c << 2 * w : 0;                 \
+        return (U)(above | ((uint64_t)clamp((int32_t)a, w, is_signed) & ones) << w |                                   \
+                   ((uint64_t)clamp((int32_t)b, w, is_signed) & ones));                                                \
+      })
+static void test_packing() {
+  PACK("s16.s32", 16, true), PACK("u16.s32", 16, false);
+  PACK("u8.s32.b32", 8, false, ", %3"), PACK("s8.s32.b32", 8, true, ", %3");
+}
+
 int main() {
-  test_intrinsics(), test_dots(), test_video();
+  test_intrinsics(), test_dots(), test_video(), test_packing();
   FAMILY(max, max), FAMILY(min, min);
   PREDICATES(0), PREDICATES(1), PREDICATES(2), PREDICATES(3), PREDICATES(4), PREDICATES(5), PREDICATES(6),
       PREDICATES(7);
