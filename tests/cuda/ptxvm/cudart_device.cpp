@@ -103,13 +103,6 @@ cudaError_t cudaDeviceDisablePeerAccess(int) { return cudaSuccess; }
 cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
 cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
 
-// The toolkit's own list, so that every error has its name.
-const char *cudaGetErrorName(cudaError_t error) {
-  switch (static_cast<int>(error)) {
-#include "error_names.inc"
-  default: return "unrecognized error code";
-  }
-}
 const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : cudaGetErrorName(error);
 }
