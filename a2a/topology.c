@@ -100,8 +100,8 @@ static pmoe_status compare_with_tp(pmoe_topology *topology, ep_groups *groups) {
 
 static pmoe_status prepare_groups(pmoe_topology *topology, int32_t ep, ep_groups **out) {
   int32_t ranks = topology->stage->nranks / topology->etp;
-  PMOEI_REQUIRE(ranks % ep == 0, "ep is %d; a divisor of %d, the ranks of the stage%s, was expected", ep, ranks,
-                topology->etp > 1 ? " over etp" : "");
+  PMOEI_REQUIRE(ranks % ep == 0, "ep is %d; a divisor of the %d ranks of the stage%s was expected", ep, ranks,
+                topology->etp > 1 ? ", over etp," : "");
   PMOEI_TRY(pmoei_alloc(topology->ctx, sizeof **out, "expert-parallel groups", out));
   (*out)->ep = ep;
   return PMOE_OK;

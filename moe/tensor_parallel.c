@@ -162,8 +162,7 @@ static pmoe_status exchange(pmoe_stash *stash, pmoei_exchange *x) {
   pmoe_comm *tp = stash->layer->groups.tp;
   for (int32_t p = 0; p < tp->nranks; p++)
     if (p != tp->rank) stash->metrics.bytes_sent += x->send_rows[p] * (int64_t)x->part[0].row_bytes;
-  PMOEI_TRY(pmoei_exchange_start(tp, x));
-  return pmoei_exchange_finish(tp, x);
+  return pmoei_exchange_now(tp, x);
 }
 
 static void add_part(pmoei_exchange *x, const void *send, void *recv, size_t row_bytes) {

@@ -24,9 +24,10 @@ typedef struct pmoe_param {
   /* EXPERT_DP for experts, DENSE_DP for the dense branch, STAGE for the router and the branch's coefficients */
   pmoe_group reduce_group;
   int32_t first_expert; /* global id of shape[0]'s first entry; -1 if dense */
-  /* Where the inner size F is spread over ETP (experts) or TP (dense branch): shape[shard_dim] is made of
-   * [shard_first, shard_first + shard_count) of shard_total; with a gated activation fc1 has that part of both halves.
-   * shard_dim -1: whole. Output biases (fc2.bias) belong to the first shard, and have numel 0 on the others. */
+  /* Where the inner size F is spread over ETP (experts) or TP (dense branch): entry i of shape[shard_dim] is entry
+   * i / shard_count * shard_total + shard_first + i % shard_count of the whole parameter's (with a gated activation fc1
+   * has the same part of both halves). shard_dim -1: not spread. Output biases (fc2.bias) belong to the first shard,
+   * and have numel 0 on the others. */
   int32_t shard_dim;
   int64_t shard_first, shard_count, shard_total;
 } pmoe_param;
