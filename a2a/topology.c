@@ -82,20 +82,30 @@ static pmoe_status fill_groups(pmoe_topology *topology, ep_groups *groups) {
   return take_part(topology, copies, true, place, copy, &groups->expert_dp);
 }
 
-/* Whether all ranks of this rank's TP group are in its exchange group. */
-static pmoe_status compare_with_tp(pmoe_topology *topology, ep_groups *groups) {
+/* Whether all ranks of this rank's TP group are in its exchange group: told by each group's first rank. `ranks` has
+ * room for either. */
+static pmoe_status gather_leaders(pmoe_topology *topology, ep_groups *groups, int64_t *ranks) {
   static const char what[] = "tensor-parallel and expert-parallel groups";
-  pmoe_comm *exchange = groups->exchange, *tp = topology->tp;
-  groups->tp_inside = true;
-  if (tp->nranks == 1) return PMOE_OK;
-  int64_t leader = exchange->rank == 0 ? topology->stage->rank : 0;
-  PMOEI_TRY(pmoei_allreduce(exchange, what, &leader, 1, PMOEI_SUM_I64));
-  int64_t first = tp->rank == 0 ? leader : 0;
-  PMOEI_TRY(pmoei_allreduce(tp, what, &first, 1, PMOEI_SUM_I64));
-  int64_t outside = leader != first;
-  PMOEI_TRY(pmoei_allreduce(tp, what, &outside, 1, PMOEI_SUM_I64));
-  groups->tp_inside = outside == 0;
+  int64_t leader = topology->stage->rank;
+  PMOEI_TRY(pmoei_allgather(groups->exchange, what, &leader, ranks, sizeof leader));
+  leader = ranks[0];
+  PMOEI_TRY(pmoei_allgather(topology->tp, what, &leader, ranks, sizeof leader));
+  for (int32_t i = 0; i < topology->tp->nranks; i++) groups->tp_inside = groups->tp_inside && ranks[i] == leader;
   return PMOE_OK;
+}
+
+/* Collective over the stage. */
+static pmoe_status compare_with_tp(pmoe_topology *topology, ep_groups *groups, const char *what) {
+  groups->tp_inside = true;
+  if (topology->tp->nranks == 1) return PMOE_OK;
+  int32_t most = groups->exchange->nranks > topology->tp->nranks ? groups->exchange->nranks : topology->tp->nranks;
+  void *ranks = NULL;
+  int32_t scratch = -1;
+  pmoe_status status = pmoei_scratch_open(topology->ctx, (size_t)most * sizeof(int64_t), &ranks, &scratch);
+  status = pmoei_comm_agree(topology->stage, what, status);
+  if (status == PMOE_OK) status = pmoei_comm_agree(topology->stage, what, gather_leaders(topology, groups, ranks));
+  if (scratch >= 0) pmoei_scratch_close(topology->ctx, scratch);
+  return status;
 }
 
 static pmoe_status prepare_groups(pmoe_topology *topology, int32_t ep, ep_groups **out) {
@@ -114,7 +124,7 @@ static pmoe_status add_groups(pmoe_topology *topology, int32_t ep, ep_groups **o
   ep_groups *groups = NULL;
   pmoe_status status = pmoei_comm_agree(topology->stage, what, prepare_groups(topology, ep, &groups));
   if (status == PMOE_OK) status = pmoei_comm_agree(topology->stage, what, fill_groups(topology, groups));
-  if (status == PMOE_OK) status = pmoei_comm_agree(topology->stage, what, compare_with_tp(topology, groups));
+  if (status == PMOE_OK) status = compare_with_tp(topology, groups, what);
   if (status != PMOE_OK) {
     if (groups) destroy_groups(topology->ctx, groups);
     return status;
@@ -282,7 +292,7 @@ static pmoe_status join_blocks(pmoe_topology *topology, const pmoei_host_place *
       status = pmoe_comm_split(topology->stage, place->block, place->ep_rank * topology->etp + place->etp_rank,
                                &groups->exchange);
     PMOEI_TRY(pmoei_comm_agree(topology->stage, what, status));
-    PMOEI_TRY(pmoei_comm_agree(topology->stage, what, compare_with_tp(topology, groups)));
+    PMOEI_TRY(compare_with_tp(topology, groups, what));
   }
   return PMOE_OK;
 }

@@ -18,6 +18,38 @@ static void layout_name(const layout_case *c, char *out, size_t size) {
            l->ep, l->etp, l->sp ? " sp" : "", l->order ? l->order : "default order");
 }
 
+static pmoe_topology_config config_of(const layout *l) {
+  pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
+  cfg.tp = l->tp;
+  cfg.cp = l->cp;
+  cfg.pp = l->pp;
+  cfg.ep = l->ep;
+  cfg.etp = l->etp;
+  cfg.sp = l->sp;
+  cfg.order = l->order;
+  return cfg;
+}
+
+/* As a host would: a communicator for each kind of group. */
+static pmoe_status from_groups(world *w, const layout *l, pmoe_topology **out) {
+  static const char *const names[] = {"ep", "expt_dp", "dp_cp", "tp", "expt_tp", "tp_dp_cp"};
+  pmoe_groups groups = PMOE_CONFIG_INIT(pmoe_groups);
+  pmoe_comm **comms[] = {&groups.ep, &groups.expert_dp, &groups.dense_dp, &groups.tp, &groups.etp, &groups.stage};
+  pmoe_topology_config cfg = config_of(l);
+  int32_t ranks[8];
+  pmoe_status status = PMOE_OK;
+  for (int g = 0; g < 6 && status == PMOE_OK; g++) {
+    pmoe_rank_lists lists = {0, 0, ranks};
+    status = pmoe_topology_ranks(w->nranks, &cfg, names[g], &lists);
+    for (int32_t i = 0; i < w->nranks && status == PMOE_OK; i++)
+      if (ranks[i] == w->rank) status = pmoe_comm_split(w->comm, i / lists.group_size, i % lists.group_size, comms[g]);
+  }
+  groups.sp = l->sp;
+  if (status == PMOE_OK) status = pmoe_topology_from_groups(w->ctx, &groups, out);
+  for (int g = 0; g < 6; g++) pmoe_comm_destroy(*comms[g]);
+  return status;
+}
+
 /* This rank's place among the ranks that route tokens: TP neighbours are neighbours. */
 typedef struct place {
   int32_t sources, source, tp, stage_of_pipeline;
@@ -34,13 +66,7 @@ static int find_place(world *w, pmoe_topology *topology, const layout *l, place 
   out->source = pmoe_comm_rank(dense_dp) * out->tp + pmoe_comm_rank(tp);
   int32_t ranks[8];
   pmoe_rank_lists lists = {0, 0, ranks};
-  pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
-  cfg.tp = l->tp;
-  cfg.cp = l->cp;
-  cfg.pp = l->pp;
-  cfg.ep = l->ep;
-  cfg.etp = l->etp;
-  cfg.order = l->order;
+  pmoe_topology_config cfg = config_of(l);
   CHECK(failures, pmoe_topology_ranks(w->nranks, &cfg, "pp", &lists) == PMOE_OK, "%s", pmoe_last_error());
   for (int32_t i = 0; i < w->nranks; i++)
     if (ranks[i] == w->rank) out->stage_of_pipeline = i % lists.group_size;
@@ -83,7 +109,7 @@ static int check_loss(rig *r, const pmoe_stash *stash, const rig_step *s, pmoe_c
                         .dy = s->dy_all,
                         .mask = s->mask_all};
   double expected = oracle_objective(r->model, &batch), size = sqrt((double)(s->total * r->spec.hidden) + 1.0);
-  double tolerance = (r->spec.experts.dtype == PMOE_F32 ? 1e-5 : 1e-2) * (size + fabs(expected));
+  double tolerance = (r->spec.experts.dtype == PMOE_F32 ? 2e-5 : 1e-2) * (size + fabs(expected));
   return failures + test_compare_one("loss of all ranks", (double)sum, expected, tolerance);
 }
 
@@ -136,17 +162,12 @@ int layout_train(world *w) {
   const layout_case *c = w->arg;
   char name[128];
   layout_name(c, name, sizeof name);
-  pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
-  cfg.tp = c->layout.tp;
-  cfg.cp = c->layout.cp;
-  cfg.pp = c->layout.pp;
-  cfg.ep = c->layout.ep;
-  cfg.etp = c->layout.etp;
-  cfg.sp = c->layout.sp;
-  cfg.order = c->layout.order;
   pmoe_topology *topology = NULL;
   place p = {0};
-  CHECK(failures, pmoe_topology_create(w->ctx, w->comm, &cfg, &topology) == PMOE_OK, "%s: %s", name, pmoe_last_error());
+  pmoe_topology_config cfg = config_of(&c->layout);
+  pmoe_status made =
+      c->host_groups ? from_groups(w, &c->layout, &topology) : pmoe_topology_create(w->ctx, w->comm, &cfg, &topology);
+  CHECK(failures, made == PMOE_OK, "%s: %s", name, pmoe_last_error());
   if (!failures) failures += find_place(w, topology, &c->layout, &p);
   rig r;
   rig_spec spec = c->spec;

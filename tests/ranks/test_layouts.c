@@ -121,6 +121,17 @@ static void test_bf16_all_on_one_expert(void **state) {
   each_layout(&c);
 }
 
+static void test_the_hosts_groups(void **state) {
+  (void)state;
+  layout_case c = base();
+  c.host_groups = 1;
+  c.steps = 1;
+  c.spec.gate.num_experts = 7;
+  c.spec.residual.mix = PMOE_MIX_LEARNED;
+  c.spec.residual.inner = 8;
+  each_layout(&c);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_swiglu_with_biases),
@@ -128,6 +139,7 @@ int main(void) {
       cmocka_unit_test(test_split_backward_with_gated_branch),
       cmocka_unit_test(test_fixed_sizes),
       cmocka_unit_test(test_bf16_all_on_one_expert),
+      cmocka_unit_test(test_the_hosts_groups),
   };
   return world_main("layouts", tests, sizeof tests / sizeof tests[0]);
 }
