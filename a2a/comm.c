@@ -92,6 +92,12 @@ pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange) {
   return remember(comm, comm->transport->exchange_finish(comm, exchange));
 }
 
+pmoe_status pmoei_exchange_now(pmoe_comm *comm, pmoei_exchange *exchange) {
+  PMOEI_TRY(ready(comm));
+  PMOEI_TRY(remember(comm, comm->transport->exchange_start(comm, exchange)));
+  return remember(comm, comm->transport->exchange_finish(comm, exchange));
+}
+
 static void mark_failed(pmoe_comm *comm, pmoe_status status, const char *why) {
   if (comm->failed != PMOE_OK) return;
   comm->failed = status;

@@ -1,108 +1,195 @@
 #include "a2a/host_groups.h"
 
-#include <string.h>
+#include <stdbool.h>
+#include <stdio.h>
 
 #include "a2a/transport.h"
 #include "core/arena.h"
 #include "core/random.h"
 
-/* Who a rank is: its rank in dense_dp, and a number that no other dense_dp group has. */
+enum { EP, ETP, EXPERT_DP, TP, DENSE_DP, NUM_GROUPS };
+static const char *const names[NUM_GROUPS] = {"ep", "etp", "expert_dp", "tp", "dense_dp"};
+
+/* Who a rank is: its rank in the stage, and a number that no other stage has. */
 typedef struct identity {
-  uint64_t dense_id;
+  uint64_t stage_id;
   int64_t rank;
 } identity;
 
-/* A rank's two groups, told by the dense rank of their first members. */
+/* A rank's groups, told by the stage rank of their first members. */
 typedef struct membership {
-  int32_t ep_size, ep_place, ep_leader, edp_leader;
+  int32_t size[NUM_GROUPS], place[NUM_GROUPS], leader[NUM_GROUPS];
+  int32_t sp;
 } membership;
 
-typedef struct rooms {
-  identity *ep, *edp;
-  uint64_t *ids;
+typedef struct check {
+  pmoe_comm *stage, *comm[NUM_GROUPS]; /* NULL: a group of one */
+  const char *root;                    /* the stage's name in errors */
+  int32_t sp;
+  identity *peers; /* of the largest group */
+  uint64_t *ids;   /* [stage] */
   membership *members;
-  int32_t *first_at_place;
-} rooms;
+  int32_t *first_at_place; /* [stage] */
+} check;
 
-static rooms lay_out(pmoei_arena *arena, const pmoe_groups *groups) {
-  rooms r;
-  r.ep = pmoei_take(arena, groups->ep->nranks, sizeof *r.ep);
-  r.edp = pmoei_take(arena, groups->expert_dp->nranks, sizeof *r.edp);
-  r.ids = pmoei_take(arena, groups->dense_dp->nranks, sizeof *r.ids);
-  r.members = pmoei_take(arena, groups->dense_dp->nranks, sizeof *r.members);
-  r.first_at_place = pmoei_take(arena, groups->ep->nranks, sizeof *r.first_at_place);
-  return r;
+static void lay_out(pmoei_arena *arena, check *c) {
+  int32_t largest = 1;
+  for (int g = 0; g < NUM_GROUPS; g++)
+    if (c->comm[g] && c->comm[g]->nranks > largest) largest = c->comm[g]->nranks;
+  c->peers = pmoei_take(arena, largest, sizeof *c->peers);
+  c->ids = pmoei_take(arena, c->stage->nranks, sizeof *c->ids);
+  c->members = pmoei_take(arena, c->stage->nranks, sizeof *c->members);
+  c->first_at_place = pmoei_take(arena, c->stage->nranks, sizeof *c->first_at_place);
 }
 
-static pmoe_status check_inside(const identity *members, int32_t n, identity mine, const char *name) {
-  for (int32_t i = 0; i < n; i++)
-    if (members[i].dense_id != mine.dense_id)
+static const char *article(const char *name) { return name[0] == 'e' ? "an" : "a"; }
+
+static pmoe_status equal_sizes(const check *c, int group) {
+  const membership *m = c->members;
+  for (int32_t r = 1; r < c->stage->nranks; r++)
+    if (m[r].size[group] != m[0].size[group])
+      return pmoei_error(PMOE_ERR_MISMATCH, "rank 0 of %s is in %s %s group of %d ranks, but rank %d in one of %d",
+                         c->root, article(names[group]), names[group], m[0].size[group], r, m[r].size[group]);
+  return PMOE_OK;
+}
+
+/* Ranks that share a `group` are at one place of their groups `other`. */
+static pmoe_status same_place(const check *c, int group, int other) {
+  const membership *m = c->members;
+  for (int32_t r = 0; r < c->stage->nranks; r++) {
+    int32_t leader = m[r].leader[group];
+    if (m[r].place[other] != m[leader].place[other])
+      return pmoei_error(PMOE_ERR_MISMATCH,
+                         "ranks %d and %d of %s share %s %s group, but have places %d and %d in their %s groups",
+                         leader, r, c->root, article(names[group]), names[group], m[leader].place[other],
+                         m[r].place[other], names[other]);
+  }
+  return PMOE_OK;
+}
+
+/* Ranks at one place of their groups `inner` and `second` (NUM_GROUPS: none) share a group of copies, and its ranks are
+ * at one place. */
+static pmoe_status are_copies(const check *c, int copies, int inner, int second) {
+  bool two = second != NUM_GROUPS;
+  PMOEI_TRY(same_place(c, copies, inner));
+  if (two) PMOEI_TRY(same_place(c, copies, second));
+  const membership *m = c->members;
+  for (int32_t r = 0; r < c->stage->nranks; r++) c->first_at_place[r] = -1;
+  for (int32_t r = 0; r < c->stage->nranks; r++) {
+    int32_t place = m[r].place[inner], beside = two ? m[r].place[second] : 0;
+    int32_t *first = &c->first_at_place[two ? place * m[0].size[second] + beside : place];
+    if (*first < 0) *first = r;
+    if (m[r].leader[copies] == m[*first].leader[copies]) continue;
+    char also[64] = "";
+    if (two && m[0].size[second] > 1) snprintf(also, sizeof also, " and %d in their %s groups", beside, names[second]);
+    return pmoei_error(PMOE_ERR_MISMATCH,
+                       "ranks %d and %d of %s have place %d in their %s groups%s, but share no %s group", *first, r,
+                       c->root, place, names[inner], also, names[copies]);
+  }
+  return PMOE_OK;
+}
+
+/* Going to the first of one's etp group and then of its ep group leads where the other way round leads. */
+static int32_t block_of(const membership *m, int32_t rank) { return m[m[rank].leader[ETP]].leader[EP]; }
+
+static pmoe_status groups_cross(const check *c) {
+  const membership *m = c->members;
+  for (int32_t r = 0; r < c->stage->nranks; r++) {
+    int32_t other = m[r].leader[EP];
+    if (block_of(m, r) != m[other].leader[ETP])
       return pmoei_error(
           PMOE_ERR_MISMATCH,
-          "rank %d of dense_dp shares groups->%s with a rank that is in another dense_dp (there rank %d)",
-          (int)mine.rank, name, (int)members[i].rank);
+          "ranks %d and %d of %s share an ep group, but the ranks beside them in their etp groups do not "
+          "share one",
+          other, r, c->root);
+  }
   return PMOE_OK;
 }
 
 /* All ranks read the same table and reach the same sentence. */
-static pmoe_status check_table(const membership *m, int32_t n, int32_t *first_at_place) {
-  for (int32_t r = 1; r < n; r++)
-    if (m[r].ep_size != m[0].ep_size)
+static pmoe_status check_table(const check *c) {
+  const membership *m = c->members;
+  for (int32_t r = 1; r < c->stage->nranks; r++)
+    if (m[r].sp != m[0].sp)
+      return pmoei_error(PMOE_ERR_MISMATCH, "groups->sp is %d on rank 0 and %d on rank %d of %s", m[0].sp, m[r].sp, r,
+                         c->root);
+  PMOEI_TRY(equal_sizes(c, EP));
+  PMOEI_TRY(equal_sizes(c, ETP));
+  PMOEI_TRY(equal_sizes(c, TP));
+  PMOEI_TRY(same_place(c, EP, ETP));
+  PMOEI_TRY(same_place(c, ETP, EP));
+  PMOEI_TRY(groups_cross(c));
+  PMOEI_TRY(are_copies(c, EXPERT_DP, EP, ETP));
+  return are_copies(c, DENSE_DP, TP, NUM_GROUPS);
+}
+
+/* Where this rank is in one group; a member of another stage is an error. */
+static pmoe_status look_into(const check *c, int group, identity mine, const char *what, membership *member) {
+  pmoe_comm *comm = c->comm[group];
+  member->size[group] = comm ? comm->nranks : 1;
+  member->place[group] = comm ? comm->rank : 0;
+  member->leader[group] = (int32_t)mine.rank;
+  if (!comm) return PMOE_OK;
+  PMOEI_TRY(pmoei_allgather(comm, what, &mine, c->peers, sizeof mine));
+  member->leader[group] = (int32_t)c->peers[0].rank;
+  for (int32_t i = 0; i < comm->nranks; i++)
+    if (c->peers[i].stage_id != mine.stage_id)
       return pmoei_error(PMOE_ERR_MISMATCH,
-                         "rank 0 of dense_dp is in an ep group of %d ranks, but rank %d in one of %d", m[0].ep_size, r,
-                         m[r].ep_size);
-  for (int32_t place = 0; place < m[0].ep_size; place++) first_at_place[place] = -1;
-  for (int32_t r = 0; r < n; r++) {
-    int32_t leader = m[r].edp_leader, *first = &first_at_place[m[r].ep_place];
-    if (m[r].ep_place != m[leader].ep_place)
-      return pmoei_error(
-          PMOE_ERR_MISMATCH,
-          "ranks %d and %d of dense_dp share an expert_dp group, but have places %d and %d in their ep groups", leader,
-          r, m[leader].ep_place, m[r].ep_place);
-    if (*first < 0) *first = r;
-    if (leader != m[*first].edp_leader)
-      return pmoei_error(PMOE_ERR_MISMATCH,
-                         "ranks %d and %d of dense_dp have place %d in their ep groups, but share no expert_dp group",
-                         *first, r, m[r].ep_place);
-  }
+                         "rank %d of %s shares groups->%s with a rank that is in another %s (there rank %d)",
+                         (int)mine.rank, c->root, names[group], c->root, (int)c->peers[i].rank);
   return PMOE_OK;
 }
 
-static pmoe_status gather_and_check(const pmoe_groups *groups, const rooms *r, const char *what) {
-  pmoe_comm *dense = groups->dense_dp, *ep = groups->ep, *edp = groups->expert_dp;
-  uint64_t id = pmoei_mix64(pmoei_mix64(pmoei_now_ns()) + (uint64_t)(uintptr_t)dense);
-  PMOEI_TRY(pmoei_allgather(dense, what, &id, r->ids, sizeof id));
-  identity mine = {r->ids[0], dense->rank};
-  /* The other groups' collectives are made whatever happened in the first, or a rank would be missed there. */
-  pmoe_status in_ep = pmoei_allgather(ep, what, &mine, r->ep, sizeof mine);
-  if (in_ep == PMOE_OK) in_ep = check_inside(r->ep, ep->nranks, mine, "ep");
-  pmoe_status in_edp = pmoei_allgather(edp, what, &mine, r->edp, sizeof mine);
-  if (in_ep == PMOE_OK && in_edp == PMOE_OK) in_edp = check_inside(r->edp, edp->nranks, mine, "expert_dp");
-  PMOEI_TRY(pmoei_comm_agree(dense, what, in_ep != PMOE_OK ? in_ep : in_edp));
-  membership member = {ep->nranks, ep->rank, (int32_t)r->ep[0].rank, (int32_t)r->edp[0].rank};
-  PMOEI_TRY(pmoei_allgather(dense, what, &member, r->members, sizeof member));
-  return check_table(r->members, dense->nranks, r->first_at_place);
+static pmoe_status gather_and_check(const check *c, const char *what, pmoei_host_place *place) {
+  pmoe_comm *stage = c->stage;
+  uint64_t id = pmoei_mix64(pmoei_mix64(pmoei_now_ns()) + (uint64_t)(uintptr_t)stage);
+  PMOEI_TRY(pmoei_allgather(stage, what, &id, c->ids, sizeof id));
+  identity mine = {c->ids[0], stage->rank};
+  membership member = {.sp = c->sp};
+  /* Every group's collective is made whatever happened in the one before, or a rank would be missed there. */
+  pmoe_status status = PMOE_OK;
+  for (int g = 0; g < NUM_GROUPS; g++) {
+    pmoe_status here = look_into(c, g, mine, what, &member);
+    if (here != PMOE_OK) status = here;
+  }
+  PMOEI_TRY(pmoei_comm_agree(stage, what, status));
+  PMOEI_TRY(pmoei_allgather(stage, what, &member, c->members, sizeof member));
+  PMOEI_TRY(check_table(c));
+  *place = (pmoei_host_place){block_of(c->members, stage->rank), member.place[EP], member.place[ETP]};
+  return PMOE_OK;
 }
 
-pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, const pmoe_groups *groups) {
+static pmoe_status missing(const pmoe_groups *groups) {
+  PMOEI_REQUIRE(groups->ep, "groups->ep is NULL; a communicator was expected");
+  PMOEI_REQUIRE(groups->expert_dp, "groups->expert_dp is NULL; a communicator was expected");
+  PMOEI_REQUIRE(groups->sp == 0 || groups->sp == 1, "groups->sp is %d; 0 or 1 was expected", groups->sp);
+  PMOEI_REQUIRE(groups->stage != groups->dense_dp || !groups->tp || groups->tp->nranks == 1,
+                "groups->stage is dense_dp although groups->tp has %d ranks; the communicator of all ranks of the "
+                "pipeline stage was expected",
+                groups->tp->nranks);
+  return PMOE_OK;
+}
+
+pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, pmoe_groups *groups, pmoei_host_place *place) {
   static const char what[] = "pmoe_topology_from_groups";
   PMOEI_REQUIRE_POINTER(groups->dense_dp);
+  check c = {.root = groups->stage ? "the stage" : "dense_dp", .sp = groups->sp};
+  if (!groups->stage) groups->stage = groups->dense_dp;
+  pmoe_comm *const comms[NUM_GROUPS] = {groups->ep, groups->etp, groups->expert_dp, groups->tp, groups->dense_dp};
+  for (int g = 0; g < NUM_GROUPS; g++) c.comm[g] = comms[g];
+  c.stage = groups->stage;
   void *base = NULL;
   int32_t frame = -1;
-  pmoe_status status = PMOE_OK;
-  if (!groups->ep) status = pmoei_error(PMOE_ERR_ARG, "groups->ep is NULL; a communicator was expected");
-  else if (!groups->expert_dp)
-    status = pmoei_error(PMOE_ERR_ARG, "groups->expert_dp is NULL; a communicator was expected");
-  else {
+  pmoe_status status = missing(groups);
+  if (status == PMOE_OK) {
     pmoei_arena measure = {NULL, 0};
-    (void)lay_out(&measure, groups);
+    lay_out(&measure, &c);
     status = pmoei_scratch_open(ctx, measure.used, &base, &frame);
   }
-  status = pmoei_comm_agree(groups->dense_dp, what, status);
+  status = pmoei_comm_agree(groups->stage, what, status);
   if (status == PMOE_OK) {
-    pmoei_arena carve = {base, 0};
-    rooms r = lay_out(&carve, groups);
-    status = gather_and_check(groups, &r, what);
+    lay_out(&(pmoei_arena){base, 0}, &c);
+    status = gather_and_check(&c, what, place);
   }
   if (frame >= 0) pmoei_scratch_close(ctx, frame);
   return status;

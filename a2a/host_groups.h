@@ -3,9 +3,13 @@
 #include <pmoe/ctx.h>
 #include <pmoe/topology.h>
 
-/* Collective over groups->dense_dp, ep and expert_dp. ERR_MISMATCH with two ranks that disagree, unless inside dense_dp
- * the ep groups are a partition into equal sizes and every expert_dp group holds exactly one rank of each, at the same
- * place. */
-pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, const pmoe_groups *groups);
+/* This rank's place among those that hold all experts together: `block` tells their blocks apart. */
+typedef struct pmoei_host_place {
+  int32_t block, ep_rank, etp_rank;
+} pmoei_host_place;
+
+/* Collective over the stage and every group in it. ERR_MISMATCH with two ranks that disagree, unless the groups are as
+ * pmoe_topology_from_groups wants them. Sets groups->stage where it is NULL. */
+pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, pmoe_groups *groups, pmoei_host_place *place);
 
 #endif

@@ -62,6 +62,7 @@ static pmoe_status set_sizes(const pmoe_topology_config *cfg, const bool *named,
     PMOEI_REQUIRE(given[i] >= 0, "cfg->%s is %d; 0 or more was expected", names[i], given[i]);
     size[i] = given[i] > 0 ? given[i] : 1;
   }
+  PMOEI_REQUIRE(cfg->sp == 0 || cfg->sp == 1, "cfg->sp is %d; 0 or 1 was expected", cfg->sp);
   int32_t tp = size[0], cp = size[1], pp = size[2], ep = size[3], etp = size[4], dp = 1, edp = 1;
   PMOEI_TRY(left_over(grid->world, tp, cp, pp, "tp*cp*pp", &dp));
   PMOEI_TRY(left_over(grid->world, etp, ep, pp, "etp*ep*pp", &edp));
@@ -89,8 +90,15 @@ pmoe_status pmoei_rank_grid_make(int32_t world, const pmoe_topology_config *conf
                 "cfg->order is \"%s\"; neighbouring pipeline stages are %d ranks apart for dense and %d for expert "
                 "layers (put pp last)",
                 order, dense, expert);
+  grid.sp = cfg.sp;
   *out = grid;
   return PMOE_OK;
+}
+
+bool pmoei_rank_grid_faster(const pmoei_rank_grid *grid, pmoei_axis a, pmoei_axis b) {
+  for (int i = 0; i < PMOEI_AXES; i++)
+    if (grid->order[i] == a || grid->order[i] == b) return grid->order[i] == a;
+  return false;
 }
 
 int32_t pmoei_rank_grid_coordinate(const pmoei_rank_grid *grid, const int32_t *sizes, pmoei_axis axis, int32_t rank) {

@@ -2,6 +2,7 @@
 #ifndef PMOEI_RANK_GRID_H
 #define PMOEI_RANK_GRID_H
 #include <pmoe/topology.h>
+#include <stdbool.h>
 
 #include "core/status.h"
 
@@ -19,6 +20,7 @@ typedef struct pmoei_rank_grid {
   pmoei_axis order[PMOEI_AXES]; /* fastest first */
   /* By axis. In the expert grid TP is the expert tensor parallel and DP the expert data parallel axis. */
   int32_t dense[PMOEI_AXES], expert[PMOEI_AXES];
+  int32_t sp;
 } pmoei_rank_grid;
 
 /* cfg may be NULL. ERR_ARG for sizes or orders that form no grid, and for grids that disagree about the pipeline
@@ -27,5 +29,8 @@ pmoe_status pmoei_rank_grid_make(int32_t world, const pmoe_topology_config *cfg,
 
 /* The coordinate of `rank` on one axis of a grid with these sizes. */
 int32_t pmoei_rank_grid_coordinate(const pmoei_rank_grid *grid, const int32_t *sizes, pmoei_axis axis, int32_t rank);
+
+/* Whether axis `a` comes before axis `b` in the order. */
+bool pmoei_rank_grid_faster(const pmoei_rank_grid *grid, pmoei_axis a, pmoei_axis b);
 
 #endif

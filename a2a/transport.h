@@ -86,6 +86,8 @@ void pmoei_comm_release(pmoe_comm *comm);
 pmoe_status pmoei_allgather(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
 pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange);
+/* Both in one, also while others are under way. */
+pmoe_status pmoei_exchange_now(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
 
 /* This rank cannot go on inside a collective call: the peers' pending collectives return ERR_COMM with this rank and

@@ -22,7 +22,7 @@ static void take_comm(pmoe_comm **to, pmoe_comm *comm) {
 
 pmoe_status pmoei_layer_create_balance(pmoe_layer *layer) {
   int64_t experts = layer->gate_cfg.num_experts;
-  pmoe_comm *global = layer->cfg.loss_global ? layer->cfg.loss_global : layer->dense_dp;
+  pmoe_comm *global = layer->cfg.loss_global ? layer->cfg.loss_global : layer->groups.stage;
   if (pmoei_gate_has_losses(layer->gate)) take_comm(&layer->micro_batch, layer->cfg.micro_batch);
   if (layer->gate_cfg.global_aux_coef > 0) take_comm(&layer->loss_global, global);
   PMOEI_TRY(pmoe_gate_set_loss_sums(layer->gate, sum_of(layer->micro_batch), sum_of(layer->loss_global)));
@@ -123,10 +123,10 @@ pmoe_status pmoe_layer_update_selection_bias(pmoe_layer *layer, float rate, int3
   int32_t scratch = -1;
   pmoe_status status = check_update(layer, rate, centred, &bias);
   if (status == PMOE_OK) status = pmoei_scratch_open(layer->ctx, bytes, (void **)&count, &scratch);
-  status = pmoei_comm_agree(layer->dense_dp, "pmoe_layer_update_selection_bias", status);
+  status = pmoei_comm_agree(layer->groups.stage, "pmoe_layer_update_selection_bias", status);
   if (status == PMOE_OK) status = pmoe_gate_take_counts(layer->gate, count);
   if (status == PMOE_OK)
-    status = pmoei_allreduce(layer->dense_dp, "router.selection_bias", count, experts, PMOEI_SUM_I64);
+    status = pmoei_allreduce(layer->groups.stage, "router.selection_bias", count, experts, PMOEI_SUM_I64);
   if (status == PMOE_OK) status = pmoe_selection_bias_update(experts, count, rate, centred, bias);
   if (scratch >= 0) pmoei_scratch_close(layer->ctx, scratch);
   return status;

@@ -65,16 +65,17 @@ static pmoe_status read_params(const pmoe_experts *experts, const pmoe_experts_p
   PMOEI_TRY(PMOEI_CONFIG_READ(out, params));
   data = data && experts->num_experts > 0;
   grads = grads && experts->num_experts > 0;
-  bool bias = experts->cfg.bias != 0;
+  bool bias = experts->cfg.bias != 0, bias2 = bias && !experts->no_output_bias;
   PMOEI_TRY(check_pointer(data, out->fc1_weight, "fc1_weight"));
   PMOEI_TRY(check_pointer(data, out->fc2_weight, "fc2_weight"));
   PMOEI_TRY(check_pointer(data && bias, out->fc1_bias, "fc1_bias"));
-  PMOEI_TRY(check_pointer(data && bias, out->fc2_bias, "fc2_bias"));
+  PMOEI_TRY(check_pointer(data && bias2, out->fc2_bias, "fc2_bias"));
   PMOEI_TRY(check_pointer(grads, out->fc1_weight_grad, "fc1_weight_grad"));
   PMOEI_TRY(check_pointer(grads, out->fc2_weight_grad, "fc2_weight_grad"));
   PMOEI_TRY(check_pointer(grads && bias, out->fc1_bias_grad, "fc1_bias_grad"));
-  PMOEI_TRY(check_pointer(grads && bias, out->fc2_bias_grad, "fc2_bias_grad"));
-  if (!bias) out->fc1_bias = out->fc2_bias = NULL;
+  PMOEI_TRY(check_pointer(grads && bias2, out->fc2_bias_grad, "fc2_bias_grad"));
+  if (!bias) out->fc1_bias = NULL;
+  if (!bias2) out->fc2_bias = out->fc2_bias_grad = NULL;
   return PMOE_OK;
 }
 

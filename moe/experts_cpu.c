@@ -306,7 +306,8 @@ static void grad_task(const experts_run *run, int64_t index, int32_t thread) {
     side.in = rows_of(&run->pre, s->first, s->rows);
     side.in.cols = x->inner;
     side.weight_grad = part(call->params.fc2_weight_grad, grad_dtype, s->expert, x->hidden * x->inner);
-    side.bias_grad = part(x->cfg.bias ? call->params.fc2_bias_grad : NULL, grad_dtype, s->expert, x->hidden);
+    side.bias_grad =
+        part(x->cfg.bias && !x->no_output_bias ? call->params.fc2_bias_grad : NULL, grad_dtype, s->expert, x->hidden);
     side.bias_weight = call->row_weight ? call->row_weight + s->first : NULL;
     /* pre holds weighted activations: dy itself needs no weight, except for the bias */
     grad_block(run, thread, &side, block, block_outs(x->inner));

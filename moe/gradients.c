@@ -63,13 +63,17 @@ static pmoe_status check_grads(const pmoe_layer *layer) {
   return PMOE_OK;
 }
 
+static pmoe_comm *group_of(const pmoe_layer *layer, const pmoe_param *p) {
+  if (p->reduce_group == PMOE_GROUP_EXPERT_DP) return layer->groups.expert_dp;
+  return p->reduce_group == PMOE_GROUP_DENSE_DP ? layer->groups.dense_dp : layer->groups.stage;
+}
+
 static pmoe_status reduce(pmoe_layer *layer, float scale) {
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
     if (p->reduce_group == PMOE_GROUP_NONE) continue;
-    pmoe_comm *group = p->reduce_group == PMOE_GROUP_EXPERT_DP ? layer->expert_dp : layer->dense_dp;
-    PMOEI_TRY(
-        pmoei_allreduce(group, p->name, p->grad, p->numel, p->grad_dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16));
+    PMOEI_TRY(pmoei_allreduce(group_of(layer, p), p->name, p->grad, p->numel,
+                              p->grad_dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16));
     if (scale != 1.0f) pmoei_parallel(layer->ctx, num_tasks(p), scale_task, &(grad_job){p, scale, NULL});
   }
   return PMOE_OK;
@@ -81,13 +85,19 @@ pmoe_status pmoe_layer_reduce_grads(pmoe_layer *layer, float scale, pmoe_stream 
   pmoe_status status = check_grads(layer);
   if (status == PMOE_OK && !isfinite(scale))
     status = pmoei_error(PMOE_ERR_ARG, "scale is %g; a finite number was expected", (double)scale);
-  PMOEI_TRY(pmoei_comm_agree(layer->dense_dp, "pmoe_layer_reduce_grads", status));
+  PMOEI_TRY(pmoei_comm_agree(layer->groups.stage, "pmoe_layer_reduce_grads", status));
   status = reduce(layer, scale);
-  return status == PMOE_OK ? PMOE_OK : pmoei_comm_fail(layer->dense_dp, status, NULL);
+  return status == PMOE_OK ? PMOE_OK : pmoei_comm_fail(layer->groups.stage, status, NULL);
 }
 
-static pmoe_status local_sumsq(pmoe_layer *layer, double *sum) {
-  *sum = 0;
+/* Sums of squares of this rank's own parts, by the group over which they make a whole. Gradients of whole parameters
+ * are the same on every rank: the first counts them. */
+typedef struct square_sums {
+  double exchange; /* experts, and what the stage has in common */
+  double tp;       /* shards of dense parameters */
+} square_sums;
+
+static pmoe_status local_sumsq(pmoe_layer *layer, square_sums *sums) {
   int64_t most = 0;
   for (int32_t i = 0; i < layer->num_params; i++)
     if (num_tasks(&layer->param[i]) > most) most = num_tasks(&layer->param[i]);
@@ -97,24 +107,31 @@ static pmoe_status local_sumsq(pmoe_layer *layer, double *sum) {
   double *partial = base;
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
-    bool once = pmoei_param_has_grad(p) &&
-                (p->first_expert >= 0 || layer->ep->rank == 0); /* dense gradients are the same on every rank */
-    if (!once) continue;
+    bool sharded = p->reduce_group == PMOE_GROUP_DENSE_DP && layer->sharded_branch;
+    bool mine = sharded || p->reduce_group == PMOE_GROUP_EXPERT_DP || layer->groups.exchange->rank == 0;
+    if (!mine || !pmoei_param_has_grad(p)) continue;
     pmoei_parallel(layer->ctx, num_tasks(p), square_task, &(grad_job){p, 1, partial});
+    double *sum = sharded ? &sums->tp : &sums->exchange;
     for (int64_t task = 0; task < num_tasks(p); task++) *sum += partial[task];
   }
   pmoei_scratch_close(layer->ctx, scratch);
   return PMOE_OK;
 }
 
+static pmoe_status add_up(pmoe_layer *layer, square_sums *sums) {
+  PMOEI_TRY(pmoei_allreduce(layer->groups.exchange, "pmoe_layer_grad_sumsq", &sums->exchange, 1, PMOEI_SUM_F64));
+  if (!layer->sharded_branch) return PMOE_OK;
+  return pmoei_allreduce(layer->groups.tp, "pmoe_layer_grad_sumsq", &sums->tp, 1, PMOEI_SUM_F64);
+}
+
 pmoe_status pmoe_layer_grad_sumsq(pmoe_layer *layer, double *out, pmoe_stream stream) {
   (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
-  double sum = 0;
+  square_sums sums = {0, 0};
   pmoe_status status = out ? check_grads(layer) : pmoei_error(PMOE_ERR_ARG, "out is NULL; a pointer was expected");
-  if (status == PMOE_OK) status = local_sumsq(layer, &sum);
-  PMOEI_TRY(pmoei_comm_agree(layer->ep, "pmoe_layer_grad_sumsq", status));
-  PMOEI_TRY(pmoei_allreduce(layer->ep, "pmoe_layer_grad_sumsq", &sum, 1, PMOEI_SUM_F64));
-  *out = sum;
+  if (status == PMOE_OK) status = local_sumsq(layer, &sums);
+  PMOEI_TRY(pmoei_layer_agree(layer, "pmoe_layer_grad_sumsq", status));
+  PMOEI_TRY(add_up(layer, &sums));
+  *out = sums.exchange + sums.tp;
   return PMOE_OK;
 }

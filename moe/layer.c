@@ -167,18 +167,16 @@ static pmoe_status read_configs(pmoe_layer *layer, const pmoe_layer_config *conf
                 pmoe_dtype_name(e->grad_dtype));
   r->dtype = e->dtype;
   r->grad_dtype = e->grad_dtype;
-  layer->pre_cols = (int64_t)e->inner * (pmoei_act_gated(e->act) ? 2 : 1);
-  layer->residual_pre_cols = has_branch ? (int64_t)r->inner * (pmoei_act_gated(r->act) ? 2 : 1) : 0;
   return PMOE_OK;
 }
 
 /* No size of a parameter may overflow; the parts' own checks have passed. */
 static pmoe_status check_param_sizes(const pmoe_layer *layer) {
   const int64_t most = INT64_MAX / (int64_t)sizeof(float) / layer->cfg.hidden;
-  PMOEI_REQUIRE(layer->pre_cols <= most / layer->gate_cfg.num_experts,
+  PMOEI_REQUIRE(2 * (int64_t)layer->experts_cfg.inner <= most / layer->gate_cfg.num_experts,
                 "config->experts->inner is %d; parameters of less than 2^63 bytes were expected",
                 layer->experts_cfg.inner);
-  PMOEI_REQUIRE(layer->residual_pre_cols <= most,
+  PMOEI_REQUIRE(2 * (int64_t)layer->residual_cfg.inner <= most,
                 "config->residual->inner is %d; parameters of less than 2^63 bytes were expected",
                 layer->residual_cfg.inner);
   return PMOE_OK;
@@ -189,25 +187,52 @@ static pmoe_status in_part(const char *part, pmoe_status status) {
   return status == PMOE_OK ? PMOE_OK : pmoei_error(status, "%s: %s", part, pmoe_last_error());
 }
 
-/* The parts check their own configurations. The router and the branch need no group, so their errors are known before
- * any communication. */
-static pmoe_status create_local_parts(pmoe_layer *layer) {
+/* The parts check their own configurations. The router needs no group, and probes of the others (of no expert, of the
+ * whole branch) pass the same checks, so that errors are known before any communication. */
+static pmoe_status check_parts(pmoe_layer *layer) {
   pmoe_ctx *ctx = layer->ctx;
+  pmoe_experts *experts;
+  PMOEI_TRY(in_part("experts", pmoe_experts_create(ctx, layer->cfg.hidden, 0, &layer->experts_cfg, &experts)));
+  pmoe_experts_destroy(experts);
   PMOEI_TRY(
       in_part("gate", pmoe_gate_create(ctx, layer->cfg.hidden, layer->cfg.layer_id, &layer->gate_cfg, &layer->gate)));
-  if (layer->cfg.residual)
-    PMOEI_TRY(
-        in_part("residual", pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &layer->residual)));
+  if (layer->cfg.residual) {
+    pmoe_residual *residual;
+    PMOEI_TRY(in_part("residual", pmoe_residual_create(ctx, layer->cfg.hidden, &layer->residual_cfg, &residual)));
+    pmoe_residual_destroy(residual);
+  }
   return check_param_sizes(layer);
 }
 
-static pmoe_status create_spread_parts(pmoe_layer *layer) {
-  pmoe_ctx *ctx = layer->ctx;
-  const pmoe_gate_config *gate = &layer->gate_cfg;
-  (void)pmoe_expert_block(gate->num_experts, layer->ep->nranks, layer->ep->rank, &layer->first_expert,
+/* Which part of the experts and of the branch is this rank's, and which tokens. */
+static pmoe_status take_shares(pmoe_layer *layer) {
+  const pmoei_layer_groups *groups = &layer->groups;
+  const pmoe_experts_config *e = &layer->experts_cfg;
+  const pmoe_residual_config *r = &layer->residual_cfg;
+  int32_t tp = groups->tp->nranks, ep = groups->exchange->nranks / groups->etp, etp_rank;
+  PMOEI_REQUIRE(e->inner >= groups->etp, "config->experts->inner is %d; at least etp (%d) was expected", e->inner,
+                groups->etp);
+  etp_rank = groups->exchange->rank % groups->etp;
+  (void)pmoe_expert_block(layer->gate_cfg.num_experts, ep, groups->exchange->rank / groups->etp, &layer->first_expert,
                           &layer->num_local);
-  int64_t train, eval;
-  int64_t tokens = layer->a2a_cfg.max_tokens;
+  layer->inner = pmoei_block_of(e->inner, groups->etp, etp_rank);
+  layer->pre_cols = layer->inner.count * (pmoei_act_gated(e->act) ? 2 : 1);
+  layer->replicated = tp > 1 && !groups->sp;
+  if (!layer->cfg.residual) return PMOE_OK;
+  PMOEI_REQUIRE(r->inner >= tp, "config->residual->inner is %d; at least tp (%d) was expected", r->inner, tp);
+  layer->sharded_branch = tp > 1;
+  layer->residual_inner = pmoei_block_of(r->inner, tp, groups->tp->rank);
+  layer->residual_pre_cols = layer->residual_inner.count * (pmoei_act_gated(r->act) ? 2 : 1);
+  if (layer->sharded_branch && !layer->replicated)
+    PMOEI_TRY(pmoei_alloc(layer->ctx, 2 * (size_t)tp * sizeof(int64_t), "token counts", &layer->tp_counts));
+  return PMOE_OK;
+}
+
+static pmoe_status create_exchange(pmoe_layer *layer) {
+  const pmoe_gate_config *gate = &layer->gate_cfg;
+  pmoe_a2a_config cfg = layer->a2a_cfg;
+  if (layer->replicated) cfg.max_tokens = pmoei_block_of(cfg.max_tokens, layer->groups.tp->nranks, 0).count;
+  int64_t train, eval, tokens = cfg.max_tokens;
   PMOEI_TRY(pmoei_gate_slots(gate, tokens, true, &train));
   PMOEI_TRY(pmoei_gate_slots(gate, tokens, false, &eval));
   /* Without a factor an expert can be chosen by every token. */
@@ -215,47 +240,54 @@ static pmoe_status create_spread_parts(pmoe_layer *layer) {
   if (gate->eval_capacity_factor == 0 || eval > tokens) eval = tokens;
   bool dropless = gate->capacity_factor == 0;
   int64_t capacity = dropless ? 0 : train > eval ? train : eval;
-  PMOEI_TRY(pmoe_a2a_create(ctx, layer->ep, layer->cfg.hidden, layer->experts_cfg.dtype, gate->num_experts, capacity,
-                            &layer->a2a_cfg, &layer->a2a));
-  PMOEI_TRY(pmoe_experts_create(ctx, layer->cfg.hidden, layer->num_local, &layer->experts_cfg, &layer->experts));
+  PMOEI_REQUIRE(gate->num_experts <= INT32_MAX / layer->groups.etp,
+                "config->gate->num_experts is %d; at most %d was expected with etp %d", gate->num_experts,
+                INT32_MAX / layer->groups.etp, layer->groups.etp);
+  PMOEI_TRY(pmoe_a2a_create(layer->ctx, layer->groups.exchange, layer->cfg.hidden, layer->experts_cfg.dtype,
+                            gate->num_experts * layer->groups.etp, capacity, &cfg, &layer->a2a));
   layer->a2a->layer_id = layer->cfg.layer_id;
+  return PMOE_OK;
+}
+
+static pmoe_status create_spread_parts(pmoe_layer *layer) {
+  PMOEI_TRY(take_shares(layer));
+  PMOEI_TRY(create_exchange(layer));
+  pmoe_experts_config experts = layer->experts_cfg;
+  experts.inner = (int32_t)layer->inner.count;
+  PMOEI_TRY(pmoe_experts_create(layer->ctx, layer->cfg.hidden, layer->num_local, &experts, &layer->experts));
+  layer->experts->no_output_bias = layer->inner.first > 0;
+  if (layer->cfg.residual) {
+    pmoe_residual_config residual = layer->residual_cfg;
+    residual.inner = (int32_t)layer->residual_inner.count;
+    PMOEI_TRY(pmoe_residual_create(layer->ctx, layer->cfg.hidden, &residual, &layer->residual));
+    if (layer->residual_inner.first > 0) pmoei_residual_drop_output_bias(layer->residual);
+  }
   snprintf(layer->backward_name, sizeof layer->backward_name, "pmoe_layer_backward (layer %d)", layer->cfg.layer_id);
   pmoei_layer_list_params(layer);
   return pmoei_layer_create_balance(layer);
 }
 
-/* A probe of the experts' configuration before any group is known: no expert, the same checks. */
-static pmoe_status check_experts_config(const pmoe_layer *layer) {
-  pmoe_experts *probe;
-  PMOEI_TRY(in_part("experts", pmoe_experts_create(layer->ctx, layer->cfg.hidden, 0, &layer->experts_cfg, &probe)));
-  pmoe_experts_destroy(probe);
-  return PMOE_OK;
-}
-
 static pmoe_status take_groups(pmoe_layer *layer, pmoe_topology *topology) {
   if (topology) {
-    PMOEI_TRY(pmoe_topology_groups(topology, layer->cfg.ep, &layer->ep, &layer->expert_dp, &layer->dense_dp));
-    pmoei_comm_retain(layer->ep);
-    pmoei_comm_retain(layer->expert_dp);
-    pmoei_comm_retain(layer->dense_dp);
+    PMOEI_TRY(pmoei_topology_layer_groups(topology, layer->cfg.ep, &layer->groups));
+    pmoei_layer_groups_retain(&layer->groups);
     return PMOE_OK;
   }
   PMOEI_REQUIRE(layer->cfg.ep <= 1, "config->ep is %d without a topology; 0 or 1 was expected", layer->cfg.ep);
-  PMOEI_TRY(pmoe_comm_self(layer->ctx, &layer->ep));
-  layer->expert_dp = layer->dense_dp = layer->ep;
-  pmoei_comm_retain(layer->ep);
-  pmoei_comm_retain(layer->ep);
+  pmoe_comm *self;
+  PMOEI_TRY(pmoe_comm_self(layer->ctx, &self));
+  layer->groups = (pmoei_layer_groups){self, self, self, self, self, 1, false, true};
+  pmoei_layer_groups_retain(&layer->groups);
+  pmoei_comm_release(self); /* five references are left */
   return PMOE_OK;
 }
 
 static pmoe_status create(pmoe_layer *layer, pmoe_topology *topology, const pmoe_layer_config *config) {
   pmoe_status status = read_configs(layer, config);
-  if (status == PMOE_OK) status = check_experts_config(layer);
-  if (status == PMOE_OK) status = create_local_parts(layer);
+  if (status == PMOE_OK) status = check_parts(layer);
   if (topology) {
     pmoe_comm *stage;
-    PMOEI_TRY(
-        pmoe_topology_groups(topology, 0, NULL, NULL, &stage)); /* its own size is there already: no communication */
+    PMOEI_TRY(pmoe_topology_stage(topology, NULL, &stage));
     PMOEI_TRY(agree_on_config(stage, layer, status));
     PMOEI_TRY(take_groups(layer, topology));
     return pmoei_comm_agree(stage, "pmoe_layer_create", create_spread_parts(layer));
@@ -284,16 +316,17 @@ pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe
 }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+static int64_t larger_count(int64_t a, int64_t b) { return a > b ? a : b; }
 
-size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows) {
-  size_t movement =
-      pmoei_scratch_frame_bytes(pmoei_a2a_scratch_bytes(layer->a2a, tokens * layer->gate_cfg.top_k, rows));
-  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens) : 0;
-  /* under a movement runs the branch, or the experts' weight gradients */
-  size_t under =
-      movement + pmoei_scratch_frame_bytes(larger(branch, pmoei_experts_scratch_bytes(layer->experts, rows)));
-  return larger(under,
-                pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens, layer->cfg.max_sequences)));
+size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows) {
+  int64_t choices = tokens.own * layer->gate_cfg.top_k * layer->groups.etp;
+  size_t movement = pmoei_scratch_frame_bytes(pmoei_a2a_scratch_bytes(layer->a2a, choices, rows));
+  size_t branch = layer->residual ? pmoei_residual_scratch_bytes(layer->residual, tokens.branch) : 0;
+  size_t tp = pmoei_tp_scratch_bytes(layer, tokens.own, larger_count(tokens.given, tokens.branch));
+  /* under a movement runs the branch with its own movements, or the experts' weight gradients */
+  size_t under = larger(larger(branch, tp), pmoei_experts_scratch_bytes(layer->experts, rows));
+  return larger(movement + pmoei_scratch_frame_bytes(under),
+                pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens.own, layer->cfg.max_sequences)));
 }
 
 void pmoei_layer_retain(pmoe_layer *layer) { layer->refs++; }
@@ -306,9 +339,8 @@ void pmoei_layer_release(pmoe_layer *layer) {
   pmoe_residual_destroy(layer->residual);
   pmoe_experts_destroy(layer->experts);
   pmoe_a2a_destroy(layer->a2a);
-  if (layer->ep) pmoei_comm_release(layer->ep);
-  if (layer->expert_dp) pmoei_comm_release(layer->expert_dp);
-  if (layer->dense_dp) pmoei_comm_release(layer->dense_dp);
+  if (layer->tp_counts) pmoei_free(ctx, layer->tp_counts, 2 * (size_t)layer->groups.tp->nranks * sizeof(int64_t));
+  pmoei_layer_groups_release(&layer->groups);
   pmoei_free(ctx, layer, sizeof *layer);
   pmoei_ctx_release(ctx);
 }

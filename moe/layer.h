@@ -8,10 +8,12 @@
 #include <stdbool.h>
 
 #include "a2a/a2a.h"
+#include "a2a/topology.h"
 #include "core/ctx.h"
 #include "gating/gate_ops.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
+#include "moe/tensor_parallel.h"
 
 /* Every parameter a layer can have, in the order in which pmoe_layer_param lists those it has. */
 typedef enum pmoei_param_kind {
@@ -40,16 +42,21 @@ typedef struct pmoei_load {
 
 struct pmoe_layer {
   pmoe_ctx *ctx;
-  int32_t refs;                         /* the creator and every stash */
-  pmoe_comm *ep, *expert_dp, *dense_dp; /* retained */
-  pmoe_layer_config cfg;                /* its pointers point at the four below, or are NULL */
+  int32_t refs;              /* the creator and every stash */
+  pmoei_layer_groups groups; /* retained */
+  pmoe_layer_config cfg;     /* its pointers point at the four below, or are NULL */
   pmoe_gate_config gate_cfg;
   pmoe_a2a_config a2a_cfg;
   pmoe_experts_config experts_cfg;
   pmoe_residual_config residual_cfg;
   int32_t first_expert, num_local;
-  char backward_name[48];              /* of its agreement: ranks in different layers notice */
-  int64_t pre_cols, residual_pre_cols; /* F, or 2F if gated; 0 without a branch */
+  char backward_name[48]; /* of its agreement: ranks in different layers notice */
+  /* This rank's shards of F, and their F1; 0 without a branch. */
+  pmoei_block inner, residual_inner;
+  int64_t pre_cols, residual_pre_cols;
+  bool replicated;     /* the ranks of the TP group bring the same tokens, and each routes a slice of them */
+  bool sharded_branch; /* over the TP group */
+  int64_t *tp_counts;  /* [2 * tp] for a branch whose ranks bring different tokens */
   pmoe_gate *gate;
   pmoe_a2a *a2a;
   pmoe_experts *experts;
@@ -64,6 +71,22 @@ struct pmoe_layer {
 /* Where a stash is between forward and backward. */
 typedef enum pmoei_stash_state { PMOEI_STASH_EMPTY, PMOEI_STASH_FORWARD, PMOEI_STASH_INPUT_DONE } pmoei_stash_state;
 
+/* Numbers of tokens in one forward. */
+typedef struct pmoei_tokens {
+  int64_t given;  /* T: rows of x */
+  int64_t own;    /* those this rank routes: T, or its slice of them */
+  int64_t branch; /* those the dense branch sees: of the whole TP group if it is sharded, else own */
+} pmoei_tokens;
+
+/* What a dense branch that is sharded over the TP group holds of all its tokens. Of a stash for split passes the first
+ * three are in the stash. */
+typedef struct pmoei_branch_room {
+  pmoe_mat x, dy;   /* [branch,H]; not where the host's matrices have all tokens */
+  float *row_scale; /* [branch] */
+  pmoe_mat out;     /* [branch,H] this rank's part of the branch's output, or of its dx */
+  float *dscale;    /* [branch] */
+} pmoei_branch_room;
+
 struct pmoe_stash {
   pmoe_layer *layer; /* retained */
   pmoe_stash_config cfg;
@@ -76,16 +99,22 @@ struct pmoe_stash {
   bool owns_blocks;
   int64_t row_capacity;
   /* by tokens */
-  pmoe_routing routing;
+  int64_t *tp_tokens;   /* [tp] tokens of each rank of the TP group */
+  pmoe_routing routing; /* of the own tokens */
+  pmoe_routing moved;   /* what the exchange is given: a choice of an expert is one of each of its shards */
   float *scale, *branch_scale;
   pmoe_mat residual_pre, residual_dpre;
   float *dlogits, *dmix;
+  pmoei_branch_room branch;
   /* by rows */
   pmoe_mat x_rows, pre, dy_rows, dpre;
   float *row_weight;
   /* of the micro-batch in flight */
-  pmoe_step step;
-  pmoe_mat x;
+  pmoe_mat logits, dlogits_given; /* this rank's slice of the host's, where the TP group routes a slice each */
+  pmoei_tokens tokens;
+  pmoe_step step; /* of the own tokens */
+  pmoe_mat x;     /* the own tokens, in the host's memory */
+  pmoe_mat given; /* all that the host gave */
   pmoe_metrics metrics;
 };
 
@@ -119,18 +148,45 @@ typedef struct pmoei_bound {
 } pmoei_bound;
 pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bound *out);
 
-/* Places the stash's arrays for T tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG past a
- * bound. */
-void pmoei_stash_place_tokens(pmoe_stash *stash, int64_t tokens);
+/* Places the stash's arrays for these tokens and R rows. ERR_NOMEM if the row block has to grow and cannot; ERR_ARG
+ * past a bound. */
+void pmoei_stash_place_tokens(pmoe_stash *stash, pmoei_tokens tokens);
 pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows);
-/* Bytes that backward needs of the stash at this T and R. */
-size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t rows);
+/* Bytes that backward needs of the stash for its present tokens and R. */
+size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t rows);
 
 /* Temporaries of the two passes, their parts' included. */
-size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
-size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split);
+size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split);
+size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split);
 
 /* What the parts open at most at a time, inside the layer's own frame. */
-size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows);
+size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows);
+
+/* ---- expert shards (shards.c) ---- */
+
+/* From the router's choices to the exchange's: shard s of expert e is a virtual expert of its own, so numbered that
+ * pmoe_expert_block over EP x ETP gives each rank its shard of its block of experts. Fills stash->moved. */
+void pmoei_shards_route(pmoe_stash *stash);
+/* dweight [T,K] from the gradients of the exchange's choices [T, K * etp]. */
+void pmoei_shards_sum(const pmoe_stash *stash, const float *moved, float *dweight);
+
+/* ---- dense branch (layer_branch.c) ---- */
+
+void pmoei_branch_lay_out(pmoei_arena *arena, const pmoe_layer *layer, pmoei_tokens tokens, bool backward, bool split,
+                          pmoei_branch_room *room);
+/* What a stash for split passes keeps. */
+void pmoei_branch_lay_out_kept(pmoei_arena *arena, const pmoe_layer *layer, int64_t branch_tokens,
+                               pmoei_branch_room *room);
+/* mlp [own,H], and stash->scale and branch_scale. */
+pmoe_status pmoei_branch_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound,
+                                 pmoei_branch_room *room, pmoe_mat *mlp);
+/* dy is what the host gave; dx [own,H] and dscale [own] are written. */
+typedef struct pmoei_branch_grad {
+  const pmoe_mat *dy;
+  pmoe_mat *dpre, *dx;
+  float *dscale;
+} pmoei_branch_grad;
+pmoe_status pmoei_branch_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound,
+                                  pmoei_branch_room *room, const pmoei_branch_grad *grad, pmoe_bwd which);
 
 #endif

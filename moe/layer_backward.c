@@ -13,19 +13,22 @@ typedef struct backward_scratch {
   pmoe_mat dy_rows, dx_rows; /* [R,H] */
   pmoe_mat pre, dpre;        /* [R,F1]; pre only if forward kept none */
   float *row_weight, *drow_weight;
-  float *dweight;                /* [T,K] */
-  float *dscale, *dbranch_scale; /* [T] */
-  pmoe_mat dx_branch;            /* [T,H] through the dense branch */
+  float *dweight;                /* [own,K] */
+  float *dweight_moved;          /* [own, K * etp] the same before shards are summed */
+  float *dscale, *dbranch_scale; /* [own] */
+  pmoe_mat dx_branch;            /* [own,H] through the dense branch */
   pmoe_mat residual_dpre;
-  pmoe_mat dx_sum; /* [T,H] float32: the sum of three parts is rounded once */
+  pmoe_mat dx_sum; /* [own,H] float32: the sum of three parts is rounded once */
+  pmoe_mat dx;     /* [own,H] if dx is gathered over the TP group */
   float *dlogits, *dmix;
+  pmoei_branch_room branch;
 } backward_scratch;
 
 static pmoe_mat take(pmoei_arena *arena, pmoe_dtype dtype, int64_t rows, int64_t cols) {
   return (pmoe_mat){pmoei_take(arena, rows * cols, pmoe_dtype_size(dtype)), dtype, rows, cols, cols};
 }
 
-static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split,
+static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split,
                     backward_scratch *s) {
   pmoe_dtype dtype = layer->experts_cfg.dtype;
   int64_t hidden = layer->cfg.hidden;
@@ -35,23 +38,28 @@ static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens,
     s->dpre = take(arena, dtype, rows, layer->pre_cols);
     if (layer->experts_cfg.recompute_act) s->pre = take(arena, dtype, rows, layer->pre_cols);
     s->row_weight = pmoei_take(arena, rows, sizeof(float));
-    s->dlogits = pmoei_take(arena, tokens * layer->gate_cfg.num_experts, sizeof(float));
+    s->dlogits = pmoei_take(arena, tokens.own * layer->gate_cfg.num_experts, sizeof(float));
   }
   s->dx_rows = take(arena, dtype, rows, hidden);
   s->drow_weight = pmoei_take(arena, rows, sizeof(float));
-  s->dweight = pmoei_take(arena, tokens * layer->gate_cfg.top_k, sizeof(float));
-  if (dtype != PMOE_F32) s->dx_sum = take(arena, PMOE_F32, tokens, hidden);
+  s->dweight = pmoei_take(arena, tokens.own * layer->gate_cfg.top_k, sizeof(float));
+  s->dweight_moved = s->dweight;
+  int32_t etp = layer->groups.etp;
+  if (etp > 1) s->dweight_moved = pmoei_take(arena, tokens.own * layer->gate_cfg.top_k * etp, sizeof(float));
+  if (dtype != PMOE_F32) s->dx_sum = take(arena, PMOE_F32, tokens.own, hidden);
+  if (layer->replicated) s->dx = take(arena, dtype, tokens.own, hidden);
   if (!layer->residual) return;
   if (!split) {
-    s->residual_dpre = take(arena, dtype, tokens, layer->residual_pre_cols);
-    s->dmix = pmoei_take(arena, 2 * tokens, sizeof(float));
+    s->residual_dpre = take(arena, dtype, tokens.branch, layer->residual_pre_cols);
+    s->dmix = pmoei_take(arena, 2 * tokens.own, sizeof(float));
   }
-  s->dx_branch = take(arena, dtype, tokens, hidden);
-  s->dscale = pmoei_take(arena, tokens, sizeof(float));
-  s->dbranch_scale = pmoei_take(arena, tokens, sizeof(float));
+  s->dx_branch = take(arena, dtype, tokens.own, hidden);
+  s->dscale = pmoei_take(arena, tokens.own, sizeof(float));
+  s->dbranch_scale = pmoei_take(arena, tokens.own, sizeof(float));
+  pmoei_branch_lay_out(arena, layer, tokens, true, split, &s->branch);
 }
 
-size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows, bool split) {
+size_t pmoei_layer_backward_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split) {
   backward_scratch unused;
   pmoei_arena measure = {NULL, 0};
   lay_out(&measure, layer, tokens, rows, split, &unused);
@@ -84,12 +92,12 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
     return pmoei_error(PMOE_ERR_STATE, "pmoe_layer_backward: PMOE_BWD_INPUT needs a stash made with split_backward");
   PMOEI_REQUIRE(which == PMOE_BWD_WEIGHT || isfinite(loss_scale), "loss_scale is %g; a finite number was expected",
                 (double)loss_scale);
-  PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
+  PMOEI_TRY(pmoei_check_mat(dy, "dy", layer->experts_cfg.dtype, stash->given.rows, layer->cfg.hidden));
   if (which != PMOE_BWD_WEIGHT)
-    PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->x.rows, layer->cfg.hidden));
+    PMOEI_TRY(pmoei_check_mat(dx, "dx", layer->experts_cfg.dtype, stash->given.rows, layer->cfg.hidden));
   if (which != PMOE_BWD_WEIGHT) {
     PMOEI_TRY(pmoei_check_apart(dx, "dx", dy, "dy"));
-    PMOEI_TRY(pmoei_check_apart(dx, "dx", &stash->x, "the x of forward"));
+    PMOEI_TRY(pmoei_check_apart(dx, "dx", &stash->given, "the x of forward"));
   }
   return pmoei_layer_bound(layer, which != PMOE_BWD_INPUT, bound);
 }
@@ -98,9 +106,8 @@ static pmoe_status check_call(const pmoe_layer *layer, const pmoe_stash *stash, 
 
 static pmoe_status branch_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, const pmoe_mat *dy,
                                    backward_scratch *s, pmoe_bwd which) {
-  if (!layer->residual) return PMOE_OK;
-  return pmoe_residual_backward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->branch_scale,
-                                dy, &s->residual_dpre, &s->dx_branch, s->dbranch_scale, which, NULL);
+  pmoei_branch_grad grad = {dy, &s->residual_dpre, &s->dx_branch, s->dbranch_scale};
+  return pmoei_branch_backward(layer, stash, bound, &s->branch, &grad, which);
 }
 
 static pmoe_status experts_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, backward_scratch *s,
@@ -165,19 +172,23 @@ static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pm
 static pmoe_status backward_input(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
                                   const pmoe_mat *dy, backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
   const float *scale = layer->residual ? stash->scale : NULL;
-  PMOEI_TRY(pmoe_combine_backward(stash->plan, &stash->routing, dy, scale, &s->dy_rows, s->row_weight, NULL));
+  pmoe_mat own_dy = pmoei_tp_own_rows(stash, dy);
+  PMOEI_TRY(pmoe_combine_backward(stash->plan, &stash->moved, &own_dy, scale, &s->dy_rows, s->row_weight, NULL));
   pmoe_status under = branch_backward(layer, stash, bound, dy, s, which);
   PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
   PMOEI_TRY(under);
   PMOEI_TRY(experts_backward(layer, stash, bound, s, PMOE_BWD_INPUT));
-  pmoe_mat *sum = s->dx_sum.data ? &s->dx_sum : dx;
-  PMOEI_TRY(pmoe_dispatch_backward(stash->plan, &stash->routing, &s->dx_rows, s->drow_weight, sum, s->dweight, NULL));
+  pmoe_mat *own = layer->replicated ? &s->dx : dx, *sum = s->dx_sum.data ? &s->dx_sum : own;
+  PMOEI_TRY(
+      pmoe_dispatch_backward(stash->plan, &stash->moved, &s->dx_rows, s->drow_weight, sum, s->dweight_moved, NULL));
   if (which == PMOE_BWD_ALL) under = experts_backward(layer, stash, bound, s, PMOE_BWD_WEIGHT);
   PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
   PMOEI_TRY(under);
+  if (layer->groups.etp > 1) pmoei_shards_sum(stash, s->dweight_moved, s->dweight);
   PMOEI_TRY(token_backward(layer, stash, bound, loss_scale, s, sum, which));
-  if (sum != dx) pmoei_parallel(layer->ctx, dx->rows, round_row, &(add_job){sum, dx});
-  return PMOE_OK;
+  if (sum != own) pmoei_parallel(layer->ctx, own->rows, round_row, &(add_job){sum, own});
+  if (!layer->replicated) return PMOE_OK;
+  return pmoei_tp_gather(stash, &(pmoei_tp_rows){"pmoe: gather of dx", own, dx, NULL, NULL});
 }
 
 static pmoe_status backward_weight(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, const pmoe_mat *dy,
@@ -193,13 +204,13 @@ static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *
   int64_t rows = stash->plan->recv_rows;
   backward_scratch s;
   pmoei_arena arena = {NULL, 0};
-  lay_out(&arena, layer, stash->x.rows, rows, split, &s);
+  lay_out(&arena, layer, stash->tokens, rows, split, &s);
   void *base;
   int32_t scratch;
-  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_backward_scratch(layer, stash->x.rows, rows, split)));
+  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_backward_scratch(layer, stash->tokens, rows, split)));
   PMOEI_TRY(pmoei_scratch_open(layer->ctx, arena.used, &base, &scratch));
   arena = (pmoei_arena){base, 0};
-  lay_out(&arena, layer, stash->x.rows, rows, split, &s);
+  lay_out(&arena, layer, stash->tokens, rows, split, &s);
   if (split) use_stash(stash, &s);
   pmoe_status status = which == PMOE_BWD_WEIGHT ? backward_weight(layer, stash, bound, dy, &s)
                                                 : backward_input(layer, stash, bound, loss_scale, dy, &s, dx, which);
@@ -215,12 +226,12 @@ pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss
   pmoei_bound bound;
   pmoe_status status = check_call(layer, stash, loss_scale, dy, dx, which, &bound);
   bool collective = which != PMOE_BWD_WEIGHT;
-  if (collective) status = pmoei_comm_agree(layer->ep, layer->backward_name, status);
+  if (collective) status = pmoei_layer_agree(layer, layer->backward_name, status);
   PMOEI_TRY(status);
   status = run(layer, stash, &bound, loss_scale, dy, dx, which);
   if (status != PMOE_OK) {
     stash->state = PMOEI_STASH_EMPTY;
-    return collective ? pmoei_comm_fail(layer->ep, status, NULL) : status;
+    return collective ? pmoei_layer_fail(layer, status) : status;
   }
   if (collective) stash->metrics.bytes_sent += stash->plan->bytes_sent + stash->plan->bytes_returned;
   stash->metrics.ms_backward += pmoei_ms_since(&clock);

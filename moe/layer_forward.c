@@ -9,22 +9,47 @@
 /* Temporaries that live from dispatch to combine. */
 typedef struct forward_scratch {
   pmoe_mat y_rows; /* [R,H] experts' output */
-  pmoe_mat mlp;    /* [T,H] dense branch's output */
+  pmoe_mat mlp;    /* [own,H] dense branch's output */
+  pmoe_mat y;      /* [own,H] if y is gathered over the TP group */
+  pmoei_branch_room branch;
 } forward_scratch;
 
-static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, int64_t tokens, int64_t rows, forward_scratch *s) {
+static void lay_out(pmoei_arena *arena, const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split,
+                    forward_scratch *s) {
   pmoe_dtype dtype = layer->experts_cfg.dtype;
   int64_t hidden = layer->cfg.hidden;
   size_t row_bytes = (size_t)hidden * pmoe_dtype_size(dtype);
   s->y_rows = (pmoe_mat){pmoei_take(arena, rows, row_bytes), dtype, rows, hidden, hidden};
-  s->mlp = (pmoe_mat){pmoei_take(arena, layer->residual ? tokens : 0, row_bytes), dtype, tokens, hidden, hidden};
+  s->mlp = (pmoe_mat){NULL, dtype, tokens.own, hidden, hidden};
+  s->y = s->mlp;
+  if (layer->residual) s->mlp.data = pmoei_take(arena, tokens.own, row_bytes);
+  if (layer->replicated) s->y.data = pmoei_take(arena, tokens.own, row_bytes);
+  pmoei_branch_lay_out(arena, layer, tokens, false, split, &s->branch);
 }
 
-size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, int64_t tokens, int64_t rows) {
+size_t pmoei_layer_forward_scratch(const pmoe_layer *layer, pmoei_tokens tokens, int64_t rows, bool split) {
   forward_scratch unused;
   pmoei_arena measure = {NULL, 0};
-  lay_out(&measure, layer, tokens, rows, &unused);
+  lay_out(&measure, layer, tokens, rows, split, &unused);
   return pmoei_scratch_frame_bytes(measure.used) + pmoei_layer_parts_scratch(layer, tokens, rows);
+}
+
+/* Where the TP group routes a slice each, the host's arrays are of all its tokens. */
+static pmoe_status check_host_arrays(const pmoe_layer *layer, const pmoe_step *step, int64_t tokens) {
+  PMOEI_REQUIRE(step->num_sequences <= layer->cfg.max_sequences || layer->cfg.max_sequences == 0,
+                "step->num_sequences is %d; at most the layer's max_sequences (%d) was expected", step->num_sequences,
+                layer->cfg.max_sequences);
+  if (!layer->replicated) return PMOE_OK;
+  PMOEI_REQUIRE(
+      layer->cfg.max_sequences == 0 || step->sequence || tokens == 0,
+      "step->sequence is NULL; each token's sequence was expected where the ranks of a TP group route a slice "
+      "of their tokens each");
+  const pmoe_mat *mats[] = {step->logits, step->dlogits};
+  for (int i = 0; i < 2; i++)
+    PMOEI_REQUIRE(!mats[i] || mats[i]->rows == tokens,
+                  "step->%s->rows is %" PRId64 "; x->rows = %" PRId64 " was expected", i ? "dlogits" : "logits",
+                  mats[i]->rows, tokens);
+  return PMOE_OK;
 }
 
 static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
@@ -38,6 +63,7 @@ static pmoe_status check_call(pmoe_layer *layer, pmoe_stash *stash, const pmoe_s
   PMOEI_TRY(pmoei_check_mat(y, "y", layer->experts_cfg.dtype, x->rows, layer->cfg.hidden));
   PMOEI_TRY(pmoei_check_apart(y, "y", x, "x"));
   PMOEI_TRY(pmoei_gate_check_step(step_out, step, x->rows));
+  PMOEI_TRY(check_host_arrays(layer, step_out, x->rows));
   return pmoei_layer_bound(layer, false, bound);
 }
 
@@ -57,55 +83,73 @@ static void note(pmoe_stash *stash, const pmoe_gate_stats *stats) {
   m->entropy = stats->entropy;
 }
 
-/* Checks that need no other rank, and the stash made ready. */
-static pmoe_status begin(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
-                         const pmoe_mat *y, pmoei_bound *bound) {
-  pmoe_step checked;
-  PMOEI_TRY(check_call(layer, stash, step, x, y, &checked, bound));
-  PMOEI_REQUIRE(checked.num_sequences <= layer->cfg.max_sequences || layer->cfg.max_sequences == 0,
-                "step->num_sequences is %d; at most the layer's max_sequences (%d) was expected", checked.num_sequences,
-                layer->cfg.max_sequences);
-  stash->state = PMOEI_STASH_EMPTY;
-  stash->has_run = false;
-  stash->step = checked;
-  stash->x = *x;
-  stash->metrics = (pmoe_metrics)PMOE_CONFIG_INIT(pmoe_metrics);
-  pmoei_stash_place_tokens(stash, x->rows);
-  if (!pmoei_layer_shares_losses(layer)) return PMOE_OK;
-  pmoei_gate_call unused = {0};
-  return pmoei_gate_check_forward(&unused, layer->gate, &bound->gate, &stash->step, x, &stash->routing, NULL);
+/* This rank's part of what the host says about its tokens. */
+static void take_own_part(pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x) {
+  stash->step = *step;
+  stash->given = *x;
+  stash->x = pmoei_tp_own_rows(stash, x);
+  if (!stash->layer->replicated) return;
+  pmoe_step *own = &stash->step;
+  int64_t first = pmoei_tp_own_first(stash), choices = first * stash->layer->gate_cfg.top_k;
+  own->first_token += first;
+  if (own->token_mask) {
+    own->token_mask += first;
+    own->token_mask_len = stash->tokens.own;
+  }
+  if (own->sequence) own->sequence += first;
+  if (own->token_id) own->token_id += first;
+  if (own->expert) own->expert += choices;
+  if (own->weight) own->weight += choices;
+  if (own->dweight) own->dweight += choices;
+  if (own->logits) {
+    stash->logits = pmoei_tp_own_rows(stash, own->logits);
+    own->logits = &stash->logits;
+  }
+  if (own->dlogits) {
+    stash->dlogits_given = pmoei_tp_own_rows(stash, own->dlogits);
+    own->dlogits = &stash->dlogits_given;
+  }
 }
 
-/* Everything up to the plan. Communicates only where ranks share a loss. */
-static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
-                         const pmoe_mat *y, pmoei_bound *bound) {
+/* The router; arguments have been checked, and the TP group has agreed. Communicates only where ranks share a loss. */
+static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound) {
   uint64_t start = pmoei_now_ns();
-  PMOEI_TRY(pmoei_layer_agree_on_losses(layer, begin(layer, stash, step, x, y, bound)));
   pmoe_gate_stats stats = PMOE_CONFIG_INIT(pmoe_gate_stats);
-  pmoe_status status = pmoe_gate_forward(layer->gate, &bound->gate, &stash->step, x, &stash->routing, &stats, NULL);
+  pmoe_status status =
+      pmoe_gate_forward(layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, &stats, NULL);
   if (status != PMOE_OK) {
     pmoei_layer_fail_losses(layer, status);
     return status;
   }
+  pmoei_shards_route(stash);
   note(stash, &stats);
   pmoei_layer_note_load(layer, &stash->step, &stats, &stash->routing);
   stash->metrics.ms_gate = pmoei_ms_since(&start);
   return PMOE_OK;
 }
 
-/* A masked token gives zero, and zero coefficients keep it out of the branch's gradients too. */
-static void mask_branch(pmoe_stash *stash) {
-  const uint8_t *mask = stash->step.token_mask;
-  for (int64_t t = 0; mask && t < stash->x.rows; t++)
-    if (!mask[t]) stash->scale[t] = stash->branch_scale[t] = 0;
+/* The stash made ready; the router's own checks, if ranks will wait for each other in it. */
+static pmoe_status prepare(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                           const pmoei_bound *bound) {
+  stash->state = PMOEI_STASH_EMPTY;
+  stash->has_run = false;
+  stash->metrics = (pmoe_metrics)PMOE_CONFIG_INIT(pmoe_metrics);
+  take_own_part(stash, step, x);
+  pmoei_stash_place_tokens(stash, stash->tokens);
+  if (!pmoei_layer_shares_losses(layer)) return PMOE_OK;
+  pmoei_gate_call unused = {0};
+  return pmoei_gate_check_forward(&unused, layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, NULL);
 }
 
-static pmoe_status run_branch(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, pmoe_mat *mlp) {
-  if (!layer->residual) return PMOE_OK;
-  PMOEI_TRY(pmoe_residual_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->scale,
-                                  stash->branch_scale, mlp, NULL));
-  mask_branch(stash);
-  return PMOE_OK;
+/* Everything up to the first communication over the exchange group. */
+static pmoe_status begin(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
+                         const pmoe_mat *y, pmoei_bound *bound) {
+  pmoe_step checked;
+  pmoe_status status = check_call(layer, stash, step, x, y, &checked, bound);
+  status = pmoei_tp_meet(layer, stash, status == PMOE_OK ? x->rows : 0, status);
+  if (status == PMOE_OK) status = prepare(layer, stash, &checked, x, bound);
+  PMOEI_TRY(pmoei_layer_agree_on_losses(layer, status));
+  return route(layer, stash, bound);
 }
 
 /* From the plan to y. The dense branch runs while the rows travel. */
@@ -113,9 +157,9 @@ static pmoe_status move_and_compute(pmoe_layer *layer, pmoe_stash *stash, const 
                                     pmoe_mat *y) {
   pmoe_metrics *m = &stash->metrics;
   uint64_t clock = pmoei_now_ns();
-  PMOEI_TRY(pmoe_dispatch_forward(stash->plan, &stash->routing, &stash->x, &stash->x_rows, NULL));
+  PMOEI_TRY(pmoe_dispatch_forward(stash->plan, &stash->moved, &stash->x, &stash->x_rows, NULL));
   m->ms_dispatch = pmoei_ms_since(&clock);
-  pmoe_status branch = run_branch(layer, stash, bound, &s->mlp);
+  pmoe_status branch = pmoei_branch_forward(layer, stash, bound, &s->branch, &s->mlp);
   m->ms_residual = pmoei_ms_since(&clock);
   PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
   PMOEI_TRY(branch);
@@ -125,29 +169,33 @@ static pmoe_status move_and_compute(pmoe_layer *layer, pmoe_stash *stash, const 
                                  &s->y_rows, NULL));
   m->ms_experts = pmoei_ms_since(&clock);
   pmoe_branch mix = {stash->scale, stash->branch_scale, &s->mlp};
-  PMOEI_TRY(pmoe_combine_forward(stash->plan, &stash->routing, &s->y_rows, layer->residual ? &mix : NULL, y, NULL));
+  pmoe_mat *own = layer->replicated ? &s->y : y;
+  PMOEI_TRY(pmoe_combine_forward(stash->plan, &stash->moved, &s->y_rows, layer->residual ? &mix : NULL, own, NULL));
   PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
+  if (layer->replicated) PMOEI_TRY(pmoei_tp_gather(stash, &(pmoei_tp_rows){"pmoe: gather of y", own, y, NULL, NULL}));
   m->ms_combine = pmoei_ms_since(&clock);
   return PMOE_OK;
 }
 
 static pmoe_status forward_rows(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, pmoe_mat *y) {
-  int64_t tokens = stash->x.rows, rows = stash->plan->recv_rows;
+  bool split = stash->cfg.split_backward != 0;
+  pmoei_tokens tokens = stash->tokens;
+  int64_t rows = stash->plan->recv_rows;
   PMOEI_TRY(pmoei_stash_place_rows(stash, rows));
   forward_scratch s;
   pmoei_arena arena = {NULL, 0};
-  lay_out(&arena, layer, tokens, rows, &s);
+  lay_out(&arena, layer, tokens, rows, split, &s);
   void *base;
   int32_t scratch;
-  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_forward_scratch(layer, tokens, rows)));
+  PMOEI_TRY(pmoei_scratch_reserve(layer->ctx, pmoei_layer_forward_scratch(layer, tokens, rows, split)));
   PMOEI_TRY(pmoei_scratch_open(layer->ctx, arena.used, &base, &scratch));
   arena = (pmoei_arena){base, 0};
-  lay_out(&arena, layer, tokens, rows, &s);
+  lay_out(&arena, layer, tokens, rows, split, &s);
   pmoe_status status = move_and_compute(layer, stash, bound, &s, y);
   pmoei_scratch_close(layer->ctx, scratch);
   stash->metrics.recv_rows = rows;
-  stash->metrics.bytes_sent = stash->plan->bytes_sent + stash->plan->bytes_returned;
-  stash->metrics.saved_bytes = (int64_t)pmoei_stash_saved_bytes(stash, tokens, rows);
+  stash->metrics.bytes_sent += stash->plan->bytes_sent + stash->plan->bytes_returned;
+  stash->metrics.saved_bytes = (int64_t)pmoei_stash_saved_bytes(stash, rows);
   return status;
 }
 
@@ -156,13 +204,14 @@ pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_
   (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
   pmoei_bound bound;
-  pmoe_status status = route(layer, stash, step, x, y, &bound);
-  if (!stash || stash->layer != layer) return pmoei_a2a_refuse(layer->a2a, status);
+  pmoe_status status = begin(layer, stash, step, x, y, &bound);
+  bool usable = stash && stash->layer == layer;
   uint64_t clock = pmoei_now_ns();
-  PMOEI_TRY(pmoei_plan_settle(stash->plan, &stash->routing, status));
+  status = usable ? pmoei_plan_settle(stash->plan, &stash->moved, status) : pmoei_a2a_refuse(layer->a2a, status);
+  PMOEI_TRY(pmoei_tp_settle(layer, "pmoe_layer_forward", status));
   stash->metrics.ms_plan = pmoei_ms_since(&clock);
   status = forward_rows(layer, stash, &bound, y);
-  if (status != PMOE_OK) return pmoei_comm_fail(layer->ep, status, NULL);
+  if (status != PMOE_OK) return pmoei_layer_fail(layer, status);
   stash->state = PMOEI_STASH_FORWARD;
   stash->has_run = true;
   return PMOE_OK;

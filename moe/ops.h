@@ -3,6 +3,7 @@
 #define PMOEI_MOE_OPS_H
 #include <pmoe/experts.h>
 #include <pmoe/residual.h>
+#include <stdbool.h>
 
 #include "core/ctx.h"
 
@@ -14,6 +15,7 @@ struct pmoe_experts {
   pmoe_experts_config cfg;
   int64_t hidden, inner, inner1; /* H, F, F1 */
   int32_t num_experts;
+  bool no_output_bias; /* of shards after the first, which would add it again */
 };
 
 /* Pointers as in pmoe/experts.h. drow_weight and row_weight may be NULL, pre and dpre too where the header says so. */
@@ -57,6 +59,13 @@ extern const pmoei_moe_ops pmoei_moe_cpu; /* experts_cpu.c, with these from resi
 void pmoei_mix_forward_cpu(const pmoei_mix_call *call, pmoe_stream stream);
 void pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream);
 void pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream stream);
+
+/* The two halves of pmoe_residual_forward, and a branch that is one shard of several, not the first. */
+pmoe_status pmoei_residual_mlp_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                       pmoe_mat *pre, pmoe_mat *mlp, pmoe_stream stream);
+pmoe_status pmoei_residual_mix_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                       float *scale, float *branch_scale, pmoe_stream stream);
+void pmoei_residual_drop_output_bias(pmoe_residual *residual);
 
 /* For the layer's scratch: what forward and backward of these objects open at most. */
 size_t pmoei_experts_scratch_bytes(const pmoe_experts *experts, int64_t rows);

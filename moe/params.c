@@ -33,20 +33,43 @@ static bool is_bias(pmoei_param_kind kind) {
          kind == PMOEI_MIX_BIAS;
 }
 
-static void add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe_dtype grad_dtype, int64_t out,
-                int64_t in) {
+static pmoe_param *add(pmoe_layer *layer, pmoei_param_kind kind, pmoe_dtype dtype, pmoe_dtype grad_dtype, int64_t out,
+                       int64_t in) {
   layer->kind[layer->num_params] = kind;
   pmoe_param *p = &layer->param[layer->num_params++];
   *p = (pmoe_param){.size = sizeof *p, .name = param_names[kind], .dtype = dtype, .grad_dtype = grad_dtype};
   bool expert = kind >= PMOEI_FC1_WEIGHT && kind <= PMOEI_FC2_BIAS;
-  p->reduce_group = expert ? PMOE_GROUP_EXPERT_DP : PMOE_GROUP_DENSE_DP;
+  bool branch = kind >= PMOEI_RESIDUAL_FC1_WEIGHT && kind <= PMOEI_RESIDUAL_FC2_BIAS;
+  p->reduce_group = expert ? PMOE_GROUP_EXPERT_DP : branch ? PMOE_GROUP_DENSE_DP : PMOE_GROUP_STAGE;
   if (kind == PMOEI_SELECTION_BIAS) p->reduce_group = PMOE_GROUP_NONE;
   p->first_expert = expert ? layer->first_expert : -1;
+  p->shard_dim = -1;
   if (expert) p->shape[p->ndim++] = layer->num_local;
   p->shape[p->ndim++] = out;
   if (in > 0) p->shape[p->ndim++] = in;
   p->numel = 1;
   for (int32_t d = 0; d < p->ndim; d++) p->numel *= p->shape[d];
+  return p;
+}
+
+static void shard(pmoe_param *p, int32_t dim, pmoei_block inner) {
+  p->shard_dim = dim;
+  p->shard_first = inner.first;
+  p->shard_count = inner.count;
+  p->shard_total = inner.total;
+}
+
+/* The network of the experts (first PMOEI_FC1_WEIGHT) or of the branch. Its output bias is the first shard's. */
+static void add_network(pmoe_layer *layer, int first, pmoe_dtype dtype, pmoe_dtype grad_dtype, bool bias,
+                        int64_t pre_cols, pmoei_block inner) {
+  int64_t hidden = layer->cfg.hidden;
+  int32_t dim = first == PMOEI_FC1_WEIGHT ? 1 : 0;
+  shard(add(layer, first, dtype, grad_dtype, pre_cols, hidden), dim, inner);
+  if (bias) shard(add(layer, first + 1, dtype, grad_dtype, pre_cols, 0), dim, inner);
+  shard(add(layer, first + 2, dtype, grad_dtype, hidden, inner.count), dim + 1, inner);
+  if (!bias) return;
+  pmoe_param *p = add(layer, first + 3, dtype, grad_dtype, hidden, 0);
+  if (inner.first > 0) p->shape[0] = p->numel = 0;
 }
 
 void pmoei_layer_list_params(pmoe_layer *layer) {
@@ -57,16 +80,11 @@ void pmoei_layer_list_params(pmoe_layer *layer) {
     add(layer, PMOEI_ROUTER_WEIGHT, PMOE_F32, PMOE_F32, experts, hidden);
   if (layer->gate_cfg.bias) add(layer, PMOEI_ROUTER_BIAS, PMOE_F32, PMOE_F32, experts, 0);
   if (layer->gate_cfg.selection_bias) add(layer, PMOEI_SELECTION_BIAS, PMOE_F32, PMOE_F32, experts, 0);
-  add(layer, PMOEI_FC1_WEIGHT, e->dtype, e->grad_dtype, layer->pre_cols, hidden);
-  if (e->bias) add(layer, PMOEI_FC1_BIAS, e->dtype, e->grad_dtype, layer->pre_cols, 0);
-  add(layer, PMOEI_FC2_WEIGHT, e->dtype, e->grad_dtype, hidden, e->inner);
-  if (e->bias) add(layer, PMOEI_FC2_BIAS, e->dtype, e->grad_dtype, hidden, 0);
+  add_network(layer, PMOEI_FC1_WEIGHT, e->dtype, e->grad_dtype, e->bias, layer->pre_cols, layer->inner);
   if (!layer->cfg.residual) return;
   const pmoe_residual_config *r = &layer->residual_cfg;
-  add(layer, PMOEI_RESIDUAL_FC1_WEIGHT, r->dtype, r->grad_dtype, layer->residual_pre_cols, hidden);
-  if (r->bias) add(layer, PMOEI_RESIDUAL_FC1_BIAS, r->dtype, r->grad_dtype, layer->residual_pre_cols, 0);
-  add(layer, PMOEI_RESIDUAL_FC2_WEIGHT, r->dtype, r->grad_dtype, hidden, r->inner);
-  if (r->bias) add(layer, PMOEI_RESIDUAL_FC2_BIAS, r->dtype, r->grad_dtype, hidden, 0);
+  add_network(layer, PMOEI_RESIDUAL_FC1_WEIGHT, r->dtype, r->grad_dtype, r->bias, layer->residual_pre_cols,
+              layer->residual_inner);
   if (r->mix == PMOE_MIX_LEARNED) {
     add(layer, PMOEI_MIX_WEIGHT, PMOE_F32, PMOE_F32, 2, hidden);
     add(layer, PMOEI_MIX_BIAS, PMOE_F32, PMOE_F32, 2, 0);
@@ -135,34 +153,61 @@ pmoe_status pmoei_layer_bound(const pmoe_layer *layer, bool need_grad, pmoei_bou
 
 /* ---- first values ---- */
 
-enum { NUMBERS_PER_TASK = 1 << 14 }; /* a multiple of the four numbers that one counter gives */
+/* A weight of one expert (or a dense one) is `rows` runs of `length` numbers that are neighbours in the whole weight,
+ * of which run i begins at number first + i * stride there. With gated activations the two halves of fc1 are a run
+ * each. */
+typedef struct runs {
+  int64_t rows, length, first, stride;
+} runs;
+
+static runs runs_of(const pmoe_layer *layer, const pmoe_param *p, int64_t per_expert) {
+  if (p->shard_dim < 0 || p->shard_count == p->shard_total) return (runs){1, per_expert, 0, 0};
+  int64_t hidden = layer->cfg.hidden;
+  bool inputs = p->shard_dim == p->ndim - 1; /* fc2: columns are spread; fc1: rows */
+  if (inputs) return (runs){hidden, p->shard_count, p->shard_first, p->shard_total};
+  int64_t length = p->shard_count * hidden;
+  return (runs){per_expert / length, length, p->shard_first * hidden, p->shard_total * hidden};
+}
 
 typedef struct init_job {
   const pmoe_param *param;
+  runs runs;
   uint64_t key;
-  int64_t per_expert; /* numbers of one expert; of the whole parameter if it is dense */
-  int64_t tasks_per_expert;
   float std;
 } init_job;
+
+/* Numbers [first, first + count) of the whole weight; a counter gives four. */
+static void fill_run(const init_job *job, uint64_t expert, int64_t first, int64_t count, char *to) {
+  pmoe_dtype dtype = job->param->dtype;
+  for (int64_t block = first / 4; block * 4 < first + count; block++) {
+    uint32_t word[4];
+    float normal[4];
+    pmoei_random4(job->key, expert, (uint64_t)block, word);
+    pmoei_normal2(word[0], word[1], normal);
+    pmoei_normal2(word[2], word[3], normal + 2);
+    for (int j = 0; j < 4; j++) normal[j] *= job->std;
+    int64_t begin = block * 4 < first ? first - block * 4 : 0;
+    int64_t end = first + count - block * 4 < 4 ? first + count - block * 4 : 4;
+    pmoei_from_f32(to + (size_t)(block * 4 + begin - first) * pmoe_dtype_size(dtype), dtype, normal + begin,
+                   end - begin);
+  }
+}
+
+enum { NUMBERS_PER_TASK = 1 << 14 };
+
+static int64_t tasks_per_run(const runs *r) { return (r->length + NUMBERS_PER_TASK - 1) / NUMBERS_PER_TASK; }
 
 static void init_task(void *arg, int64_t index, int32_t thread) {
   (void)thread;
   const init_job *job = arg;
   const pmoe_param *p = job->param;
-  int64_t expert = index / job->tasks_per_expert;
-  int64_t begin = index % job->tasks_per_expert * NUMBERS_PER_TASK;
-  int64_t end = begin + NUMBERS_PER_TASK < job->per_expert ? begin + NUMBERS_PER_TASK : job->per_expert;
+  const runs *r = &job->runs;
+  int64_t begin = index % tasks_per_run(r) * NUMBERS_PER_TASK, run = index / tasks_per_run(r);
+  int64_t count = r->length - begin < NUMBERS_PER_TASK ? r->length - begin : NUMBERS_PER_TASK;
+  int64_t expert = run / r->rows, row = run % r->rows;
   uint64_t global_expert = p->first_expert < 0 ? 0 : (uint64_t)(p->first_expert + expert);
-  for (int64_t i = begin; i < end; i += 4) {
-    uint32_t word[4];
-    float normal[4];
-    pmoei_random4(job->key, global_expert, (uint64_t)i / 4, word);
-    pmoei_normal2(word[0], word[1], normal);
-    pmoei_normal2(word[2], word[3], normal + 2);
-    for (int64_t j = 0; j < 4 && i + j < end; j++) normal[j] *= job->std;
-    char *to = (char *)p->data + (size_t)(expert * job->per_expert + i) * pmoe_dtype_size(p->dtype);
-    pmoei_from_f32(to, p->dtype, normal, end - i < 4 ? end - i : 4);
-  }
+  char *to = (char *)p->data + (size_t)(run * r->length + begin) * pmoe_dtype_size(p->dtype);
+  fill_run(job, global_expert, r->first + row * r->stride + begin, count, to);
 }
 
 pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std) {
@@ -178,11 +223,10 @@ pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std) 
       continue;
     }
     int64_t experts = p->first_expert < 0 ? 1 : p->shape[0];
-    init_job job = {.param = p, .per_expert = p->numel / experts, .std = std};
+    init_job job = {.param = p, .runs = runs_of(layer, p, p->numel / experts), .std = std};
     job.key =
         pmoei_random_key(seed, PMOEI_RANDOM_INIT, (uint64_t)(int64_t)layer->cfg.layer_id, (uint64_t)layer->kind[i]);
-    job.tasks_per_expert = (job.per_expert + NUMBERS_PER_TASK - 1) / NUMBERS_PER_TASK;
-    pmoei_parallel(layer->ctx, experts * job.tasks_per_expert, init_task, &job);
+    pmoei_parallel(layer->ctx, experts * job.runs.rows * tasks_per_run(&job.runs), init_task, &job);
   }
   return PMOE_OK;
 }

@@ -73,15 +73,26 @@ static pmoe_status read_params(const pmoe_residual *residual, const pmoe_residua
   return PMOE_OK;
 }
 
-pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
-                                  pmoe_mat *pre, float *scale, float *branch_scale, pmoe_mat *mlp, pmoe_stream stream) {
-  PMOEI_REQUIRE_POINTER(residual);
-  PMOEI_REQUIRE_POINTER(x);
+void pmoei_residual_drop_output_bias(pmoe_residual *residual) { residual->mlp->no_output_bias = true; }
+
+static pmoe_status check_coefficients(const pmoe_residual *residual, const pmoe_residual_params *params, int64_t rows,
+                                      const float *scale, const float *branch_scale, pmoe_residual_params *out) {
+  PMOEI_TRY(read_params(residual, params, false, out));
+  PMOEI_TRY(check_pointer(rows > 0, scale, "scale"));
+  return check_pointer(rows > 0, branch_scale, "branch_scale");
+}
+
+pmoe_status pmoei_residual_mlp_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                       pmoe_mat *pre, pmoe_mat *mlp, pmoe_stream stream) {
   pmoe_residual_params p;
-  PMOEI_TRY(read_params(residual, params, false, &p));
-  PMOEI_TRY(check_pointer(x->rows > 0, scale, "scale"));
-  PMOEI_TRY(check_pointer(x->rows > 0, branch_scale, "branch_scale"));
-  PMOEI_TRY(pmoe_experts_forward(residual->mlp, &p.mlp, &x->rows, x, pre, mlp, stream));
+  PMOEI_TRY(PMOEI_CONFIG_READ(&p, params));
+  return pmoe_experts_forward(residual->mlp, &p.mlp, &x->rows, x, pre, mlp, stream);
+}
+
+pmoe_status pmoei_residual_mix_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                       float *scale, float *branch_scale, pmoe_stream stream) {
+  pmoe_residual_params p;
+  PMOEI_TRY(check_coefficients(residual, params, x->rows, scale, branch_scale, &p));
   pmoei_mix_call call = {.ctx = residual->ctx, .hidden = residual->hidden, .outputs = residual->outputs, .x = x};
   call.weight = p.mix_weight;
   call.bias = residual->outputs == 2 ? p.mix_bias : NULL;
@@ -90,6 +101,16 @@ pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_p
   if (residual->outputs) residual->mlp->ops->mix_forward(&call, stream);
   for (int64_t t = 0; t < x->rows && !residual->outputs; t++) scale[t] = branch_scale[t] = 1.0f;
   return PMOE_OK;
+}
+
+pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
+                                  pmoe_mat *pre, float *scale, float *branch_scale, pmoe_mat *mlp, pmoe_stream stream) {
+  PMOEI_REQUIRE_POINTER(residual);
+  PMOEI_REQUIRE_POINTER(x);
+  pmoe_residual_params unused;
+  PMOEI_TRY(check_coefficients(residual, params, x->rows, scale, branch_scale, &unused));
+  PMOEI_TRY(pmoei_residual_mlp_forward(residual, params, x, pre, mlp, stream));
+  return pmoei_residual_mix_forward(residual, params, x, scale, branch_scale, stream);
 }
 
 pmoe_status pmoe_residual_backward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,

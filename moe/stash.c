@@ -13,8 +13,22 @@ static pmoe_mat take_mat(pmoei_arena *arena, pmoe_dtype dtype, int64_t rows, int
   return (pmoe_mat){pmoei_take(arena, rows * cols, pmoe_dtype_size(dtype)), dtype, rows, cols, cols};
 }
 
-static void lay_out_tokens(pmoei_arena *arena, const pmoe_layer *layer, bool split, int64_t tokens, pmoe_stash *s) {
-  int64_t choices = tokens * layer->gate_cfg.top_k, experts = layer->gate_cfg.num_experts;
+static void lay_out_moved(pmoei_arena *arena, const pmoe_layer *layer, int64_t choices, pmoe_routing *moved) {
+  int64_t etp = layer->groups.etp;
+  *moved = (pmoe_routing)PMOE_CONFIG_INIT(pmoe_routing);
+  if (etp == 1) return;
+  int64_t experts = layer->gate_cfg.num_experts * etp;
+  moved->expert = pmoei_take(arena, choices * etp, sizeof(int32_t));
+  moved->slot = pmoei_take(arena, choices * etp, sizeof(int64_t));
+  moved->weight = pmoei_take(arena, choices * etp, sizeof(float));
+  moved->expert_count = pmoei_take(arena, experts, sizeof(int64_t));
+  moved->expert_rows = pmoei_take(arena, experts, sizeof(int64_t));
+}
+
+static void lay_out_tokens(pmoei_arena *arena, const pmoe_layer *layer, bool split, pmoei_tokens tokens,
+                           pmoe_stash *s) {
+  int64_t choices = tokens.own * layer->gate_cfg.top_k, experts = layer->gate_cfg.num_experts;
+  s->tp_tokens = pmoei_take(arena, layer->groups.tp->nranks, sizeof(int64_t)); /* first: it keeps its place */
   s->routing = (pmoe_routing)PMOE_CONFIG_INIT(pmoe_routing);
   s->routing.expert = pmoei_take(arena, choices, sizeof(int32_t));
   s->routing.slot = pmoei_take(arena, choices, sizeof(int64_t));
@@ -23,16 +37,17 @@ static void lay_out_tokens(pmoei_arena *arena, const pmoe_layer *layer, bool spl
   s->routing.expert_rows = pmoei_take(arena, experts, sizeof(int64_t));
   int64_t loss_rows = pmoei_gate_loss_rows(layer->gate, layer->cfg.max_sequences);
   if (loss_rows > 0) s->routing.loss_sums = pmoei_take(arena, loss_rows * (experts + 1), sizeof(int64_t));
-  s->dlogits = split ? pmoei_take(arena, tokens * experts, sizeof(float)) : NULL;
+  lay_out_moved(arena, layer, choices, &s->moved);
+  s->dlogits = split ? pmoei_take(arena, tokens.own * experts, sizeof(float)) : NULL;
   if (!layer->residual) return;
   pmoe_dtype dtype = layer->experts_cfg.dtype;
-  s->scale = pmoei_take(arena, tokens, sizeof(float));
-  s->branch_scale = pmoei_take(arena, tokens, sizeof(float));
-  s->residual_pre = take_mat(arena, dtype, tokens, layer->residual_pre_cols);
-  if (split) {
-    s->residual_dpre = take_mat(arena, dtype, tokens, layer->residual_pre_cols);
-    s->dmix = pmoei_take(arena, 2 * tokens, sizeof(float));
-  }
+  s->scale = pmoei_take(arena, tokens.own, sizeof(float));
+  s->branch_scale = pmoei_take(arena, tokens.own, sizeof(float));
+  s->residual_pre = take_mat(arena, dtype, tokens.branch, layer->residual_pre_cols);
+  if (!split) return;
+  s->residual_dpre = take_mat(arena, dtype, tokens.branch, layer->residual_pre_cols);
+  s->dmix = pmoei_take(arena, 2 * tokens.own, sizeof(float));
+  pmoei_branch_lay_out_kept(arena, layer, tokens.branch, &s->branch);
 }
 
 static void lay_out_rows(pmoei_arena *arena, const pmoe_layer *layer, bool split, int64_t rows, pmoe_stash *s) {
@@ -46,7 +61,7 @@ static void lay_out_rows(pmoei_arena *arena, const pmoe_layer *layer, bool split
   s->row_weight = pmoei_take(arena, rows, sizeof(float));
 }
 
-static size_t token_bytes(const pmoe_layer *layer, bool split, int64_t tokens) {
+static size_t token_bytes(const pmoe_layer *layer, bool split, pmoei_tokens tokens) {
   pmoe_stash unused = {0};
   pmoei_arena measure = {NULL, 0};
   lay_out_tokens(&measure, layer, split, tokens, &unused);
@@ -60,7 +75,7 @@ static size_t row_bytes(const pmoe_layer *layer, bool split, int64_t rows) {
   return measure.used;
 }
 
-void pmoei_stash_place_tokens(pmoe_stash *stash, int64_t tokens) {
+void pmoei_stash_place_tokens(pmoe_stash *stash, pmoei_tokens tokens) {
   lay_out_tokens(&(pmoei_arena){stash->token_block, 0}, stash->layer, stash->cfg.split_backward, tokens, stash);
 }
 
@@ -81,8 +96,8 @@ pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows) {
   return PMOE_OK;
 }
 
-size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t rows) {
-  return token_bytes(stash->layer, false, tokens) + row_bytes(stash->layer, false, rows);
+size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t rows) {
+  return token_bytes(stash->layer, false, stash->tokens) + row_bytes(stash->layer, false, rows);
 }
 
 /* ---- public ---- */
@@ -90,7 +105,8 @@ size_t pmoei_stash_saved_bytes(const pmoe_stash *stash, int64_t tokens, int64_t 
 /* The configuration with its defaults: max_recv_rows 0 is left only where nothing bounds the rows. */
 static pmoe_status read_config(const pmoe_layer *layer, const pmoe_stash_config *config, pmoe_stash_config *cfg) {
   PMOEI_TRY(PMOEI_CONFIG_READ(cfg, config));
-  int64_t most_tokens = PMOEI_MAX_ROWS / layer->gate_cfg.top_k;
+  int64_t choices = (int64_t)layer->gate_cfg.top_k * layer->groups.etp;
+  int64_t most_tokens = PMOEI_MAX_ROWS / choices / layer->groups.tp->nranks;
   PMOEI_REQUIRE(cfg->max_tokens >= 0 && cfg->max_tokens <= most_tokens,
                 "config->max_tokens is %" PRId64 "; 0 to %" PRId64 " was expected", cfg->max_tokens, most_tokens);
   PMOEI_REQUIRE(cfg->max_recv_rows >= 0 && cfg->max_recv_rows <= PMOEI_MAX_ROWS,
@@ -99,18 +115,20 @@ static pmoe_status read_config(const pmoe_layer *layer, const pmoe_stash_config 
   PMOEI_REQUIRE(cfg->split_backward == 0 || cfg->split_backward == 1,
                 "config->split_backward is %d; 0 or 1 was expected", cfg->split_backward);
   const pmoe_a2a_config *a2a = &layer->a2a_cfg;
+  const pmoe_comm *exchange = layer->groups.exchange;
   bool fixed = a2a->sizing == PMOE_SIZING_FIXED;
   PMOEI_REQUIRE(!fixed || cfg->max_tokens <= a2a->max_tokens,
                 "config->max_tokens is %" PRId64 "; at most the layer's a2a max_tokens (%" PRId64 ") was expected",
                 cfg->max_tokens, a2a->max_tokens);
   if (cfg->max_recv_rows > 0) return PMOE_OK;
   if (a2a->max_recv_rows > 0) cfg->max_recv_rows = a2a->max_recv_rows;
-  else if (fixed) cfg->max_recv_rows = pmoei_a2a_bucket(layer->a2a, layer->ep->rank) * layer->ep->nranks;
+  else if (fixed) cfg->max_recv_rows = pmoei_a2a_bucket(layer->a2a, exchange->rank) * exchange->nranks;
   /* A rank without experts receives nothing: bounded, by 0; 1 keeps it apart from "no bound". */
   else if (layer->num_local == 0) cfg->max_recv_rows = 1;
   /* Alone, a rank receives its own choices. */
-  else if (layer->ep->nranks == 1) cfg->max_recv_rows = cfg->max_tokens * layer->gate_cfg.top_k;
-  if (cfg->max_recv_rows == 0 && (fixed || layer->ep->nranks == 1)) cfg->max_recv_rows = 1;
+  else if (exchange->nranks == 1)
+    cfg->max_recv_rows = pmoei_tp_most_tokens(layer, cfg->max_tokens).own * layer->gate_cfg.top_k;
+  if (cfg->max_recv_rows == 0 && (fixed || exchange->nranks == 1)) cfg->max_recv_rows = 1;
   return PMOE_OK;
 }
 
@@ -122,8 +140,8 @@ pmoe_status pmoe_stash_bytes(const pmoe_layer *layer, const pmoe_stash_config *c
   PMOEI_REQUIRE(cfg.max_recv_rows > 0,
                 "config->max_recv_rows is 0; eager sizing needs a bound here, in the stash or in the a2a "
                 "configuration, for its size to be known");
-  *bytes =
-      token_bytes(layer, cfg.split_backward, cfg.max_tokens) + row_bytes(layer, cfg.split_backward, cfg.max_recv_rows);
+  *bytes = token_bytes(layer, cfg.split_backward, pmoei_tp_most_tokens(layer, cfg.max_tokens)) +
+           row_bytes(layer, cfg.split_backward, cfg.max_recv_rows);
   return PMOE_OK;
 }
 
@@ -142,7 +160,8 @@ static pmoe_status check_memory(const pmoe_layer *layer, const pmoe_stash_config
 static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
   pmoe_layer *layer = stash->layer;
   bool split = stash->cfg.split_backward;
-  stash->token_bytes = token_bytes(layer, split, stash->cfg.max_tokens);
+  pmoei_tokens most = pmoei_tp_most_tokens(layer, stash->cfg.max_tokens);
+  stash->token_bytes = token_bytes(layer, split, most);
   /* Room for a row where nothing bounds them: a rank that receives none still has arrays to name. */
   stash->row_capacity = stash->cfg.max_recv_rows > 0 ? stash->cfg.max_recv_rows : 1;
   stash->row_bytes = row_bytes(layer, split, stash->row_capacity);
@@ -150,9 +169,11 @@ static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
   if (mem) {
     stash->token_block = mem;
     stash->row_block = (char *)mem + stash->token_bytes;
+    pmoei_stash_place_tokens(stash, most);
     return PMOE_OK;
   }
   PMOEI_TRY(pmoei_alloc_raw(layer->ctx, stash->token_bytes, "stash", &stash->token_block));
+  pmoei_stash_place_tokens(stash, most);
   return pmoei_alloc_raw(layer->ctx, stash->row_bytes, "stash rows", &stash->row_block);
 }
 
@@ -198,8 +219,10 @@ pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmoe_stash_c
   PMOEI_TRY(read_config(layer, config, &cfg));
   PMOEI_REQUIRE(cfg.max_recv_rows > 0,
                 "config->max_recv_rows is 0; eager sizing needs a bound for its scratch to be known");
-  size_t forward = pmoei_layer_forward_scratch(layer, cfg.max_tokens, cfg.max_recv_rows);
-  size_t backward = pmoei_layer_backward_scratch(layer, cfg.max_tokens, cfg.max_recv_rows, cfg.split_backward);
+  bool split = cfg.split_backward != 0;
+  pmoei_tokens most = pmoei_tp_most_tokens(layer, cfg.max_tokens);
+  size_t forward = pmoei_layer_forward_scratch(layer, most, cfg.max_recv_rows, split);
+  size_t backward = pmoei_layer_backward_scratch(layer, most, cfg.max_recv_rows, split);
   *bytes = forward > backward ? forward : backward;
   return PMOE_OK;
 }

@@ -2,7 +2,6 @@
  * data everywhere. */
 #include "ranks/world.h"
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "support/rig.h"
@@ -21,17 +20,6 @@ static void count_tokens(rig_plan *plan, int32_t nranks, int32_t rank, uint64_t 
   plan->num_ranks = nranks;
   plan->rank = rank;
   for (int32_t r = 0; r < nranks; r++) plan->rank_tokens[r] = counts[((uint64_t)r + step) % 8];
-}
-
-static int check_sumsq(rig *r, double scale) {
-  int failures = 0;
-  double expected = 0.0, got = -1.0;
-  for (int i = 0; i < ORACLE_TENSORS; i++)
-    for (int64_t j = 0; j < r->model->tensor[i].numel; j++) expected += pow(scale * r->model->tensor[i].grad[j], 2.0);
-  pmoe_status status = pmoe_layer_grad_sumsq(r->layer, &got, NULL);
-  CHECK(failures, status == PMOE_OK, "%s", pmoe_last_error());
-  double tolerance = r->spec.experts.dtype == PMOE_F32 ? 1e-4 : 3e-2;
-  return failures + test_compare_one("grad_sumsq", got, expected, tolerance * (1e-6 + expected));
 }
 
 typedef struct rank_case {
@@ -56,7 +44,7 @@ static int train_step(rig *r, const world *w, const rank_case *c, uint64_t n) {
   CHECK(failures, status == PMOE_OK, "%s: reduce: %s", label, pmoe_last_error());
   if (failures) return failures;
   failures += rig_check_grads(r, scale, label);
-  failures += check_sumsq(r, scale);
+  failures += rig_check_sumsq(r, scale);
   rig_descend(r, 0.5, scale);
   if (r->spec.experts.dtype != PMOE_F32) rig_load(r);
   return failures;

@@ -38,9 +38,13 @@ double test_round(double value, pmoe_dtype dtype) {
 
 void test_poison(void *data, size_t bytes) { memset(data, 0xff, bytes); }
 
-int test_compare_mat(const char *what, const pmoe_mat *got, const double *expected, double scale,
-                     pmoe_dtype precision) {
-  test_tolerance tolerance = test_tolerance_of(precision);
+test_tolerance test_tolerance_wide(pmoe_dtype dtype, double slack) {
+  test_tolerance t = test_tolerance_of(dtype);
+  return slack == 0.0 ? t : (test_tolerance){slack * t.max, slack * t.rms, t.least};
+}
+
+int test_compare_within(const char *what, const pmoe_mat *got, const double *expected, double scale,
+                        test_tolerance tolerance) {
   double least = tolerance.least * fabs(scale), top = least, worst = 0.0, error_square = 0.0, square = least * least;
   int64_t at = -1;
   for (int64_t i = 0; i < got->rows * got->cols; i++) {
@@ -63,6 +67,11 @@ int test_compare_mat(const char *what, const pmoe_mat *got, const double *expect
           test_get(got->data, got->dtype, row * got->ld + col), scale * expected[at], top, worst / top,
           sqrt(error_square / square));
   return 1;
+}
+
+int test_compare_mat(const char *what, const pmoe_mat *got, const double *expected, double scale,
+                     pmoe_dtype precision) {
+  return test_compare_within(what, got, expected, scale, test_tolerance_of(precision));
 }
 
 int test_compare(const char *what, const void *got, pmoe_dtype dtype, const double *expected, double scale, int64_t n,

@@ -23,6 +23,8 @@ typedef struct test_tolerance {
   double max, rms, least;
 } test_tolerance;
 test_tolerance test_tolerance_of(pmoe_dtype dtype);
+/* The same `slack` times as wide; 0: as it is. */
+test_tolerance test_tolerance_wide(pmoe_dtype dtype, double slack);
 
 double test_get(const void *data, pmoe_dtype dtype, int64_t i);
 void test_put(void *data, pmoe_dtype dtype, int64_t i, double value);
@@ -35,6 +37,8 @@ void test_poison(void *data, size_t bytes);
 /* got [rows,cols] against expected, times scale, back to back. `precision` picks the tolerance. 0, or 1 after printing
  * `what`. */
 int test_compare_mat(const char *what, const pmoe_mat *got, const double *expected, double scale, pmoe_dtype precision);
+int test_compare_within(const char *what, const pmoe_mat *got, const double *expected, double scale,
+                        test_tolerance tolerance);
 int test_compare(const char *what, const void *got, pmoe_dtype dtype, const double *expected, double scale, int64_t n,
                  pmoe_dtype precision);
 /* |got - expected| <= tolerance. */

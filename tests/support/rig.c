@@ -1,5 +1,7 @@
 #include "support/rig.h"
 
+#include <math.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -81,9 +83,16 @@ void rig_destroy(rig *r) {
   memset(r, 0, sizeof *r);
 }
 
-/* Where this rank's part of a parameter starts in the reference's tensor. */
-static int64_t first_element(const rig *r, int32_t p) {
-  return r->tensor[p]->per_expert ? r->param[p].first_expert * r->tensor[p]->per_expert : 0;
+int64_t rig_element(const rig *r, int32_t param, int64_t i) {
+  const pmoe_param *p = &r->param[param];
+  bool expert = p->first_expert >= 0;
+  int64_t local = expert ? p->numel / p->shape[0] : p->numel, within = i % local, inner = 1;
+  int64_t base = expert ? (p->first_expert + i / local) * r->tensor[param]->per_expert : 0;
+  if (p->shard_dim < 0) return base + within;
+  for (int32_t d = p->shard_dim + 1; d < p->ndim; d++) inner *= p->shape[d];
+  int64_t size = p->shape[p->shard_dim], at = within / inner % size, outer = within / inner / size;
+  int64_t whole = at / p->shard_count * p->shard_total + p->shard_first + at % p->shard_count;
+  return base + (outer * (size / p->shard_count * p->shard_total) + whole) * inner + within % inner;
 }
 
 void rig_load(rig *r) {
@@ -91,7 +100,7 @@ void rig_load(rig *r) {
     oracle_tensor *tensor = r->tensor[p];
     for (int64_t i = 0; i < tensor->numel; i++) tensor->data[i] = test_round(tensor->data[i], r->param[p].dtype);
     for (int64_t i = 0; i < r->param[p].numel; i++)
-      test_put(r->param[p].data, r->param[p].dtype, i, tensor->data[first_element(r, p) + i]);
+      test_put(r->param[p].data, r->param[p].dtype, i, tensor->data[rig_element(r, p, i)]);
   }
 }
 
@@ -112,10 +121,26 @@ int rig_check_grads(const rig *r, double scale, const char *label) {
   char what[160];
   for (int32_t p = 0; p < r->num_params; p++) {
     snprintf(what, sizeof what, "%s: gradient of %s", label, r->param[p].name);
-    failures += test_compare(what, r->param[p].grad, r->param[p].grad_dtype, r->tensor[p]->grad + first_element(r, p),
-                             scale, r->param[p].numel, r->spec.experts.dtype);
+    int64_t n = r->param[p].numel;
+    double *expected = calloc((size_t)n + 1, sizeof *expected);
+    for (int64_t i = 0; i < n; i++) expected[i] = r->tensor[p]->grad[rig_element(r, p, i)];
+    pmoe_mat grad = {r->param[p].grad, r->param[p].grad_dtype, 1, n, n};
+    failures +=
+        test_compare_within(what, &grad, expected, scale, test_tolerance_wide(r->spec.experts.dtype, r->spec.slack));
+    free(expected);
   }
   return failures;
+}
+
+int rig_check_sumsq(const rig *r, double scale) {
+  int failures = 0;
+  double expected = 0.0, got = -1.0;
+  for (int i = 0; i < ORACLE_TENSORS; i++)
+    for (int64_t j = 0; j < r->model->tensor[i].numel; j++) expected += pow(scale * r->model->tensor[i].grad[j], 2.0);
+  pmoe_status status = pmoe_layer_grad_sumsq(r->layer, &got, NULL);
+  CHECK(failures, status == PMOE_OK, "%s", pmoe_last_error());
+  double tolerance = r->spec.experts.dtype == PMOE_F32 ? 1e-4 : 3e-2;
+  return failures + test_compare_one("grad_sumsq", got, expected, tolerance * (1e-6 + expected));
 }
 
 void rig_descend(rig *r, double rate, double grad_scale) {

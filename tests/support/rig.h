@@ -11,6 +11,7 @@ enum { RIG_MAX_RANKS = 8, RIG_MAX_PARAMS = 16 };
 
 typedef struct rig_spec {
   int32_t hidden, ep, layer_id;
+  double slack; /* widens the tolerances of outputs and gradients, for tests that draw their cases; 0: 1 */
   pmoe_gate_config gate;
   pmoe_a2a_config a2a;
   pmoe_experts_config experts;
@@ -38,8 +39,12 @@ void rig_load(rig *r);
 void rig_zero_grads(rig *r);
 /* Index of a parameter by name, or -1. */
 int32_t rig_param(const rig *r, const char *name);
+/* Which element of the reference's tensor is element i of this rank's part of a parameter. */
+int64_t rig_element(const rig *r, int32_t param, int64_t i);
 /* Every gradient of the library against scale times the reference's. Number of failures. */
 int rig_check_grads(const rig *r, double scale, const char *label);
+/* pmoe_layer_grad_sumsq, which is collective, against scale^2 times the reference's. */
+int rig_check_sumsq(const rig *r, double scale);
 /* One step of plain gradient descent on both sides, from the reference's and the library's own gradients. */
 void rig_descend(rig *r, double rate, double grad_scale);
 
@@ -47,7 +52,8 @@ void rig_descend(rig *r, double rate, double grad_scale);
 typedef struct rig_plan {
   const char *label;
   int32_t num_ranks, rank;
-  int64_t rank_tokens[RIG_MAX_RANKS];
+  int64_t rank_tokens[RIG_MAX_RANKS]; /* which each rank routes */
+  int32_t replicas;                   /* that many neighbouring ranks are handed the tokens of them all; 0: 1 */
   int32_t training, masked;
   int32_t replay; /* the reference takes the library's choices (random features); one rank only */
   int32_t pad;    /* elements between rows */
@@ -62,7 +68,8 @@ typedef struct rig_plan {
  */
 typedef struct rig_step {
   rig_plan plan;
-  int64_t total, first, tokens;
+  int64_t total, first, tokens;  /* of all ranks; those handed to the library */
+  int64_t own_first, own_tokens; /* those this rank routes */
   double *x_all, *dy_all;
   uint8_t *mask_all;
   pmoe_mat x, dy, y, dx;

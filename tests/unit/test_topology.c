@@ -111,8 +111,8 @@ static void test_golden_refusals(void **state) {
   cJSON_Delete(golden);
 }
 
-/* 8 ranks, ep 4: blocks of neighbours, copies 4 apart (DeepSpeed's layout); with a model-parallel size of 2, both
- * inside each slice. */
+/* DeepSpeed's own groups. 8 ranks, ep 4: blocks of neighbours, copies 4 apart; or the other way round (data before
+ * expert parallel). With a model-parallel size of 2 and sharded experts, both inside each slice. */
 static void test_deepspeed_layouts(void **state) {
   (void)state;
   int32_t ranks[8];
@@ -125,6 +125,12 @@ static void test_deepspeed_layouts(void **state) {
   assert_int_equal(pmoe_topology_ranks(8, &cfg, "expt_dp", &out), PMOE_OK);
   assert_memory_equal(ranks, ((int32_t[]){0, 4, 1, 5, 2, 6, 3, 7}), sizeof ranks);
   assert_int_equal(out.group_size, 2);
+  cfg.order = "tp-cp-dp-ep-pp";
+  assert_int_equal(pmoe_topology_ranks(8, &cfg, "ep", &out), PMOE_OK);
+  assert_memory_equal(ranks, ((int32_t[]){0, 2, 4, 6, 1, 3, 5, 7}), sizeof ranks);
+  assert_int_equal(pmoe_topology_ranks(8, &cfg, "expt_dp", &out), PMOE_OK);
+  assert_memory_equal(ranks, ((int32_t[]){0, 1, 2, 3, 4, 5, 6, 7}), sizeof ranks);
+  cfg.order = NULL;
   cfg.ep = cfg.tp = cfg.etp = 2;
   assert_int_equal(pmoe_topology_ranks(8, &cfg, "ep", &out), PMOE_OK);
   assert_memory_equal(ranks, ((int32_t[]){0, 2, 1, 3, 4, 6, 5, 7}), sizeof ranks);
@@ -179,6 +185,8 @@ static void test_ranks_arguments(void **state) {
   refuse_with(pp, -1, "cfg->pp is -1");
   refuse_with(ep, -1, "cfg->ep is -1");
   refuse_with(etp, -1, "cfg->etp is -1");
+  refuse_with(sp, 2, "cfg->sp is 2");
+  refuse_with(sp, -1, "cfg->sp is -1");
   refuse_with(tp, 3, "multiple of tp*cp*pp (3 * 1 * 1)");
   refuse_with(ep, 16, "multiple of etp*ep*pp");
   refuse_with(etp, INT32_MAX, "world is 8");

@@ -128,8 +128,9 @@ static void disagree(rank_env *env, void *arg) {
   pmoe_topology *topology = NULL;
   cfg.ep = odd ? 1 : 2;
   check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_MISMATCH,
-                "ep 2, pp 1, tp-cp-ep-dp-pp");
-  check(strstr(pmoe_last_error(), "rank 1 is in pmoe_topology_create(cp 1, ep 1, pp 1, tp-cp-ep-dp-pp"));
+                "ep 2, etp 1, sp 0, tp-cp-ep-dp-pp");
+  check(strstr(pmoe_last_error(),
+               "rank 1 is in pmoe_topology_create(tp 1, cp 1, pp 1, ep 1, etp 1, sp 0, tp-cp-ep-dp-pp"));
   cfg.ep = 2;
   cfg.order = odd ? "dp-ep" : NULL;
   check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_MISMATCH, "dp-ep");
@@ -159,16 +160,13 @@ static void test_disagreement(void **state) {
   run_ranks(4, disagree, NULL);
 }
 
-static void unsupported(rank_env *env, void *arg) {
+static void bad_arguments(rank_env *env, void *arg) {
   (void)arg;
   pmoe_topology *topology = NULL;
   pmoe_topology_config cfg = PMOE_CONFIG_INIT(pmoe_topology_config);
-  cfg.tp = 2;
-  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_UNSUPPORTED, "cfg->tp is 2");
-  cfg.tp = 1;
-  cfg.etp = 2;
-  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_UNSUPPORTED, "cfg->etp is 2");
-  cfg.etp = 1;
+  cfg.sp = 2;
+  check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_ARG, "cfg->sp is 2");
+  cfg.sp = 0;
   cfg.ep = 3;
   check_refused(pmoe_topology_create(env->ctx, env->world, &cfg, &topology), PMOE_ERR_ARG, "world is 2");
   check_refused(pmoe_topology_create(NULL, env->world, NULL, &topology), PMOE_ERR_ARG, "ctx is NULL");
@@ -181,9 +179,9 @@ static void unsupported(rank_env *env, void *arg) {
   pmoe_topology_destroy(topology);
 }
 
-static void test_unsupported(void **state) {
+static void test_bad_arguments(void **state) {
   (void)state;
-  run_ranks(2, unsupported, NULL);
+  run_ranks(2, bad_arguments, NULL);
 }
 
 /* Rank 0's n-th allocation fails, for every n. */
@@ -337,6 +335,14 @@ static void test_groups_that_cross_stages(void **state) {
   }
 }
 
+static pmoe_groups three_groups(pmoe_comm *ep, pmoe_comm *expert_dp, pmoe_comm *dense_dp) {
+  pmoe_groups groups = PMOE_CONFIG_INIT(pmoe_groups);
+  groups.ep = ep;
+  groups.expert_dp = expert_dp;
+  groups.dense_dp = dense_dp;
+  return groups;
+}
+
 static void bad_groups(rank_env *env, void *arg) {
   (void)arg;
   pmoe_topology *topology = NULL;
@@ -344,13 +350,13 @@ static void bad_groups(rank_env *env, void *arg) {
   check_ok(pmoe_comm_self(env->ctx, &self));
   bool bad = env->rank == 1;
   pmoe_status expected = bad ? PMOE_ERR_ARG : PMOE_ERR_COMM;
-  pmoe_groups groups = {sizeof groups, bad ? NULL : env->world, self, env->world};
+  pmoe_groups groups = three_groups(bad ? NULL : env->world, self, env->world);
   check_refused(pmoe_topology_from_groups(env->ctx, &groups, &topology), expected, "groups->ep is NULL");
-  groups = (pmoe_groups){sizeof groups, env->world, bad ? NULL : self, env->world};
+  groups = three_groups(env->world, bad ? NULL : self, env->world);
   check_refused(pmoe_topology_from_groups(env->ctx, &groups, &topology), expected, "groups->expert_dp is NULL");
   groups.dense_dp = NULL;
   check_refused(pmoe_topology_from_groups(env->ctx, &groups, &topology), PMOE_ERR_ARG, "groups->dense_dp is NULL");
-  groups = (pmoe_groups){sizeof groups, env->world, self, env->world};
+  groups = three_groups(env->world, self, env->world);
   check_refused(pmoe_topology_from_groups(NULL, &groups, &topology), PMOE_ERR_ARG, "ctx is NULL");
   check_refused(pmoe_topology_from_groups(env->ctx, NULL, &topology), PMOE_ERR_ARG, "groups is NULL");
   check_refused(pmoe_topology_from_groups(env->ctx, &groups, NULL), PMOE_ERR_ARG, "out is NULL");
@@ -380,7 +386,7 @@ int main(int argc, char **argv) {
       cmocka_unit_test(test_create),
       cmocka_unit_test(test_pyramid),
       cmocka_unit_test(test_disagreement),
-      cmocka_unit_test(test_unsupported),
+      cmocka_unit_test(test_bad_arguments),
       cmocka_unit_test(test_allocation_failures),
       cmocka_unit_test(test_from_groups),
       cmocka_unit_test(test_groups_that_cross_stages),

@@ -41,11 +41,13 @@ Place locate_slow(Context &c, const Instruction &i, int lane, uint64_t address, 
     fault(c, i, lane, "out-of-bounds shared %s of %d bytes at offset %" PRIu64 ", the block has %" PRIu64 " bytes",
           verb(kind), bytes, address & 0xffffffff, c.launch->shared_size);
   const Allocation *a = device_memory().find(address);
-  if (a && !a->freed && address + static_cast<uint64_t>(bytes) <= a->base + a->size) {
+  if (a && !a->freed && !a->pending && address + static_cast<uint64_t>(bytes) <= a->base + a->size) {
     c.ranges[i.index & 255] = {a->base, a->base + a->size, a->alias_delta};
     return {reinterpret_cast<uint8_t *>(address + static_cast<uint64_t>(a->alias_delta)), Space::Global, address};
   }
-  const char *what = a && a->freed ? "use after free: global" : "out-of-bounds global";
+  const char *what = a && a->freed     ? "use after free: global"
+                     : a && a->pending ? "use before its cudaMallocAsync, which another stream has not come to: global"
+                                       : "out-of-bounds global";
   fault(c, i, lane, "%s %s of %d bytes at %s", what, verb(kind), bytes,
         device_memory().describe(address, static_cast<uint64_t>(bytes)).c_str());
 }

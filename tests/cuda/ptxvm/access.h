@@ -19,6 +19,7 @@ struct Place {
 struct Footprint {
   int bytes = 0;
   uint32_t lanes = 0;
+  uint32_t unchanged = 0; // lanes that stored what was there already
   std::array<uint64_t, kLanes> address;
   std::array<Space, kLanes> space;
 };

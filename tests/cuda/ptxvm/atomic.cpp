@@ -187,8 +187,8 @@ void decode_atomic(Decoder &d, bool returns) {
   d.out.handler = atomic_handler(d, type, static_cast<AtomicOp>(op));
 }
 
-void fence(Context &c, const Instruction &, uint32_t mask) {
-  if (c.block->races) log_fence(c, mask);
+template <bool kWide> void fence(Context &c, const Instruction &, uint32_t mask) {
+  if (c.block->races) log_fence(c, mask, kWide);
 }
 
 void decode_fence(Decoder &d) {
@@ -196,7 +196,7 @@ void decode_fence(Decoder &d) {
   bool wide = d.take("gpu") || d.take("gl") || d.take("sys") || d.take("cluster");
   d.ignore({"cta", "sc", "acq_rel", "acquire", "release"});
   if (d.take("proxy") || d.take("mbarrier_init")) d.unsupported("this kind of fence");
-  d.out.handler = wide ? fence : [](Context &, const Instruction &, uint32_t) {};
+  d.out.handler = wide ? fence<true> : fence<false>;
 }
 
 } // namespace

@@ -141,7 +141,8 @@ void call_printf(Context &c, const Instruction &i, uint32_t mask) {
   for_lanes(mask, [&](int l) {
     size_t size;
     const uint8_t *buffer = argument_buffer(c, l, argument(c, i, l, 1), &size);
-    int written = print_device(device_string(argument(c, i, l, 0)), buffer, size, device_string);
+    uint64_t format = argument(c, i, l, 0);
+    int written = format ? print_device(device_string(format), buffer, size, device_string) : -1;
     if (i.extra->result_offset >= 0)
       memcpy(c.warp->local_bytes(l, c.group->frame->local_base + static_cast<uint64_t>(i.extra->result_offset)),
              &written, sizeof written);

@@ -19,7 +19,7 @@ double read_float(Type type, Lane v) {
 
 uint64_t write_float(const Instruction &i, Type type, double v, Rounding rounding) {
   if (i.imm & kSaturate) v = v > 0 ? std::min(v, 1.0) : 0.0;
-  if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+  if ((i.imm & kRelu) && v <= 0) v = 0;
   switch (type) {
   case Type::F64: return bits_of(v);
   case Type::F16: return f16_bits(v, rounding);
@@ -115,7 +115,7 @@ void pack_two(Context &c, const Instruction &i, uint32_t mask) {
   CvtTypes t = types_of(i);
   auto encode = [&](float f) -> uint64_t {
     double v = static_cast<double>(f);
-    if ((i.imm & kRelu) && v == v) v = std::max(v, 0.0);
+    if ((i.imm & kRelu) && v <= 0) v = 0;
     switch (t.to) {
     case Type::F16x2: return f16_bits(v, t.rounding);
     case Type::BF16x2: return bf16_bits(v, t.rounding);
@@ -170,8 +170,36 @@ Handler fast_conversion(const Decoder &d, Type to, Type from, Rounding rounding)
   }
 }
 
+// cvt.pack: a and b saturated to small integers, side by side, above what c holds.
+template <class T> void pack_integers(Context &c, const Instruction &i, uint32_t mask) {
+  const Lane *a = c.lanes(i.src[0]), *b = c.lanes(i.src[1]), *e = i.src[2].exists() ? c.lanes(i.src[2]) : nullptr;
+  Lane *d = c.lanes(i.dst);
+  auto small = [](Lane v) { return static_cast<std::make_unsigned_t<T>>(Clamp<T>()(static_cast<int32_t>(v))); };
+  constexpr int width = 8 * sizeof(T);
+  for_lanes(mask, [&](int l) {
+    uint64_t above = e ? e[l] << 2 * width : 0;
+    d[l] = static_cast<uint32_t>(above | static_cast<uint64_t>(small(a[l])) << width | small(b[l]));
+  });
+}
+void decode_pack(Decoder &d) {
+  d.take("sat");
+  Type to = d.take_type(), from = d.take_type();
+  if (from != Type::S32) d.unsupported("packing of this type");
+  d.destination(0);
+  d.source(0, 1);
+  d.source(1, 2);
+  if (d.has(3)) d.take_type(), d.source(2, 3);
+  switch (to) {
+  case Type::S8: d.out.handler = pack_integers<int8_t>; break;
+  case Type::U8: d.out.handler = pack_integers<uint8_t>; break;
+  case Type::S16: d.out.handler = pack_integers<int16_t>; break;
+  case Type::U16: d.out.handler = pack_integers<uint16_t>; break;
+  default: d.unsupported("packing to this type");
+  }
+}
+
 void decode_cvt(Decoder &d) {
-  if (d.take("pack")) d.unsupported("cvt.pack");
+  if (d.take("pack")) return decode_pack(d);
   bool found = false;
   size_t integer_rounding = d.raw.text.find("ni.") != std::string::npos ||
                             d.raw.text.find("zi.") != std::string::npos ||

@@ -11,7 +11,7 @@ static int attribute(cudaDeviceAttr which) {
   switch (which) {
   case cudaDevAttrComputeCapabilityMajor: return options().capability / 10;
   case cudaDevAttrComputeCapabilityMinor: return options().capability % 10;
-  case cudaDevAttrMultiProcessorCount: return 4; // small, so that grid-stride loops are short of blocks
+  case cudaDevAttrMultiProcessorCount: return kMultiprocessors;
   case cudaDevAttrMaxThreadsPerBlock: return 1024;
   case cudaDevAttrMaxThreadsPerMultiProcessor: return 2048;
   case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
@@ -33,6 +33,8 @@ static int attribute(cudaDeviceAttr which) {
   case cudaDevAttrClockRate: return 1000000;
   case cudaDevAttrMemoryClockRate: return 1000000;
   case cudaDevAttrGlobalMemoryBusWidth: return 1024;
+  case cudaDevAttrCooperativeLaunch:
+  case cudaDevAttrHostRegisterSupported:
   case cudaDevAttrUnifiedAddressing:
   case cudaDevAttrManagedMemory:
   case cudaDevAttrConcurrentKernels:
@@ -77,6 +79,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
   p->unifiedAddressing = p->managedMemory = p->concurrentKernels = p->canMapHostMemory = 1;
   return cudaSuccess;
 }
+cudaError_t cudaInitDevice(int device, unsigned, unsigned) {
+  return device < 0 || device >= device_count() ? remember(cudaErrorInvalidDevice) : cudaSuccess;
+}
+cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
+cudaError_t cudaGetDeviceFlags(unsigned *flags) { return *flags = cudaDeviceScheduleAuto, cudaSuccess; }
+cudaError_t cudaDeviceGetPCIBusId(char *id, int length, int device) {
+  if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
+  snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", device + 1);
+  return cudaSuccess;
+}
 cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDeviceReset(void) { return cudaDeviceSynchronize(); }
@@ -87,33 +99,10 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+cudaError_t cudaDeviceDisablePeerAccess(int) { return cudaSuccess; }
 cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
 cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
 
-const char *cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-#define NAME(e)                                                                                                        \
-  case e: return #e;
-    NAME(cudaSuccess)
-    NAME(cudaErrorInvalidValue)
-    NAME(cudaErrorMemoryAllocation)
-    NAME(cudaErrorInvalidConfiguration)
-    NAME(cudaErrorInvalidPitchValue)
-    NAME(cudaErrorInvalidSymbol)
-    NAME(cudaErrorInvalidMemcpyDirection)
-    NAME(cudaErrorInvalidDeviceFunction)
-    NAME(cudaErrorInvalidDevice)
-    NAME(cudaErrorInvalidResourceHandle) NAME(cudaErrorIllegalState) NAME(cudaErrorNotReady)
-        NAME(cudaErrorHostMemoryAlreadyRegistered) NAME(cudaErrorHostMemoryNotRegistered)
-            NAME(cudaErrorLaunchOutOfResources) NAME(cudaErrorNotSupported) NAME(cudaErrorStreamCaptureUnsupported)
-                NAME(cudaErrorStreamCaptureInvalidated) NAME(cudaErrorStreamCaptureMerge)
-                    NAME(cudaErrorStreamCaptureUnmatched) NAME(cudaErrorStreamCaptureUnjoined)
-                        NAME(cudaErrorStreamCaptureIsolation) NAME(cudaErrorStreamCaptureImplicit)
-                            NAME(cudaErrorCapturedEvent) NAME(cudaErrorUnknown)
-#undef NAME
-                                default : return "unrecognized error code";
-  }
-}
 const char *cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : cudaGetErrorName(error);
 }

@@ -1,15 +1,11 @@
 // cudart: the entry points that nvcc's host code calls to register its PTX and to launch kernels.
 #include "engine.h"
+#include "launch.h"
 #include "report.h"
-#include "runtime.h"
 #include <cstring>
 #include <unordered_map>
 
 using namespace ptxvm;
-
-namespace ptxvm {
-void register_symbol(const void *host, uint64_t address, size_t size);
-}
 
 namespace {
 
@@ -97,7 +93,27 @@ Program *program_for(const Kernel &kernel) {
   }
 }
 
-cudaError_t launch(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+// How many blocks a multiprocessor holds at once.
+int resident_blocks(const Kernel &kernel, int threads, size_t shared) {
+  size_t each = program_for(kernel)->static_shared + shared + 1024;
+  int by_shared = static_cast<int>(static_cast<size_t>(max_shared()) / each);
+  return std::min(std::min(32, 2048 / ((threads + 31) / 32 * 32)), by_shared);
+}
+
+// Zeroed once; the barrier in it is left ready for the next launch.
+uint64_t grid_workspace() {
+  static uint64_t address = 0;
+  if (!address) {
+    address = device_memory().allocate(64, "the grid barrier of cooperative kernels");
+    memset(device_memory().alias(address), 0, 64);
+  }
+  return address;
+}
+
+} // namespace
+
+cudaError_t ptxvm::prepare_launch(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                  bool cooperative, std::string *name, Work *work) {
   auto it = kernels().find(host);
   if (it == kernels().end()) return cudaErrorInvalidDeviceFunction;
   const Kernel &kernel = it->second;
@@ -115,10 +131,22 @@ cudaError_t launch(const void *host, dim3 grid, dim3 block, void **arguments, si
   for (size_t k = 0; k < function.params.size(); k++)
     memcpy(params.data() + function.params[k].offset, arguments[k], static_cast<size_t>(function.params[k].size));
   Dim g{grid.x, grid.y, grid.z}, b{block.x, block.y, block.z};
-  return enqueue(stream, function.name.c_str(), [=] { run_launch(*program, g, b, shared, params); });
+  if (cooperative && g.count() > static_cast<uint64_t>(kMultiprocessors) *
+                                     static_cast<uint64_t>(resident_blocks(kernel, static_cast<int>(threads), shared)))
+    return cudaErrorCooperativeLaunchTooLarge;
+  *name = function.name;
+  uint64_t workspace = cooperative ? grid_workspace() : 0;
+  *work = [=] { run_launch(*program, g, b, shared, params, workspace); };
+  return cudaSuccess;
 }
 
-} // namespace
+static cudaError_t launch(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, bool cooperative,
+                          cudaStream_t stream) {
+  std::string name;
+  Work work;
+  cudaError_t error = prepare_launch(host, grid, block, arguments, shared, cooperative, &name, &work);
+  return error ? error : enqueue(stream, name.c_str(), std::move(work));
+}
 
 extern "C" {
 
@@ -166,19 +194,27 @@ cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
 cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
                              cudaStream_t stream) {
   PTXVM_ENTER(cudaLaunchKernel, remember(cudaErrorLaunchOutOfResources));
-  return remember(launch(host, grid, block, arguments, shared, stream));
+  return remember(launch(host, grid, block, arguments, shared, false, stream));
+}
+cudaError_t cudaLaunchCooperativeKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                        cudaStream_t stream) {
+  PTXVM_ENTER(cudaLaunchCooperativeKernel, remember(cudaErrorLaunchOutOfResources));
+  return remember(launch(host, grid, block, arguments, shared, true, stream));
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                cudaStream_t stream) {
   return cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid, block, arguments, shared, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *host, void **arguments) {
-  for (unsigned k = 0; k < config->numAttrs; k++)
-    if (config->attrs[k].id == cudaLaunchAttributeClusterDimension) {
-      auto d = config->attrs[k].val.clusterDim;
-      if (d.x * d.y * d.z > 1) stop("clusters are not supported");
-    }
-  return cudaLaunchKernel(host, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);
+  bool cooperative = false;
+  for (unsigned k = 0; k < config->numAttrs; k++) {
+    const cudaLaunchAttribute &attribute = config->attrs[k];
+    auto d = attribute.val.clusterDim;
+    if (attribute.id == cudaLaunchAttributeClusterDimension && d.x * d.y * d.z > 1) stop("clusters are not supported");
+    if (attribute.id == cudaLaunchAttributeCooperative) cooperative = attribute.val.cooperative;
+  }
+  auto how = cooperative ? cudaLaunchCooperativeKernel : cudaLaunchKernel;
+  return how(host, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *host) {
@@ -211,9 +247,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, 
   auto it = kernels().find(host);
   if (it == kernels().end()) return remember(cudaErrorInvalidDeviceFunction);
   if (threads < 1 || threads > 1024) return remember(cudaErrorInvalidValue);
-  size_t each = program_for(it->second)->static_shared + shared + 1024;
-  int by_shared = static_cast<int>(static_cast<size_t>(max_shared()) / each);
-  *blocks = std::min(std::min(32, 2048 / ((threads + 31) / 32 * 32)), by_shared);
+  *blocks = resident_blocks(it->second, threads, shared);
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *host, int threads, size_t shared) {

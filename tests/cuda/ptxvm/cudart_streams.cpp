@@ -55,7 +55,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   run_until([&] { return s->queue.empty(); }, "cudaStreamDestroy");
   join(runtime().host, s->clock);
   runtime().streams.erase(s);
-  delete s;
+  runtime().retired.emplace_back(s); // another thread may be looking at it
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -118,12 +118,22 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
   PTXVM_ENTER(cudaLaunchHostFunc, remember(cudaErrorUnknown));
-  return remember(enqueue(stream, "cudaLaunchHostFunc", [=] { function(data); }));
+  // Without the lock: the function may wait for another thread of the program.
+  return remember(enqueue(stream, "cudaLaunchHostFunc", [=] { runtime_lock().run_released([=] { function(data); }); }));
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void *data, unsigned) {
   PTXVM_ENTER(cudaStreamAddCallback, remember(cudaErrorUnknown));
   if (is_capturing(stream)) return remember(refuse_in_capture(stream));
-  return remember(enqueue(stream, "cudaStreamAddCallback", [=] { callback(stream, cudaSuccess, data); }));
+  return remember(enqueue(stream, "cudaStreamAddCallback",
+                          [=] { runtime_lock().run_released([=] { callback(stream, cudaSuccess, data); }); }));
+}
+
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *id) {
+  PTXVM_ENTER(cudaStreamGetId, remember(cudaErrorUnknown));
+  Stream *s = stream_of(stream);
+  if (!s) return remember(cudaErrorInvalidResourceHandle);
+  *id = s->id;
+  return cudaSuccess;
 }
 
 // ---- Events

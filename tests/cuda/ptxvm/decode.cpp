@@ -12,6 +12,7 @@ static const DecodeTable &decode_table() {
     add_integer_instructions(t);
     add_float_instructions(t);
     add_bit_instructions(t);
+    add_video_instructions(t);
     add_conversion_instructions(t);
     add_comparison_instructions(t);
     add_data_instructions(t);
@@ -121,13 +122,25 @@ uint64_t Decoder::symbol_value(const Symbol &symbol) const {
   return it->second;
 }
 
+// What a decimal number means depends on the type it is read as: the last one of the instruction.
+uint64_t Decoder::real_value(const Operand &operand) const {
+  Type type = Type::None;
+  for (const std::string &part : split_dots(raw.text))
+    if (type_named(part) != Type::None) type = type_named(part);
+  double value = f64_of(static_cast<uint64_t>(operand.value));
+  if (type == Type::F64) return bits_of(value);
+  if (type != Type::F32) unsupported("a decimal number of this type");
+  return bits_of(static_cast<float>(value));
+}
+
 Ref Decoder::ref(const Operand &operand) {
   switch (operand.kind) {
   case Operand::Register:
     if (is_pred(operand)) return pred_ref(operand.reg);
     return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Window};
   case Operand::Special: return {static_cast<int64_t>(operand.reg) * kSlotBytes, Base::Special};
-  case Operand::Immediate: return constant(static_cast<uint64_t>(operand.value));
+  case Operand::Immediate:
+    return constant(operand.is_real ? real_value(operand) : static_cast<uint64_t>(operand.value));
   case Operand::Sink: return {static_cast<int64_t>(function.register_is_pred.size()) * kSlotBytes, Base::Window};
   case Operand::SymbolAddress:
     if (operand.symbol->space == Space::Local || (operand.symbol->space == Space::Param && !function.is_entry))

@@ -53,6 +53,7 @@ public:
 
 private:
   uint64_t symbol_value(const Symbol &symbol) const;
+  uint64_t real_value(const Operand &operand) const;
   std::vector<std::string> mods_;
 };
 
@@ -63,6 +64,7 @@ void add_float_instructions(DecodeTable &table);
 void add_conversion_instructions(DecodeTable &table);
 void add_comparison_instructions(DecodeTable &table);
 void add_bit_instructions(DecodeTable &table);
+void add_video_instructions(DecodeTable &table);
 void add_data_instructions(DecodeTable &table);
 void add_memory_instructions(DecodeTable &table);
 void add_atomic_instructions(DecodeTable &table);

@@ -17,6 +17,8 @@ struct Allocation {
   bool freed;
   int device;
   std::string what;
+  bool pending = false; // allocated in the order of a stream that has not come to it
+  bool owned = false;   // host memory that was allocated here, not registered
 };
 
 class DeviceMemory {
@@ -24,9 +26,12 @@ public:
   DeviceMemory();
   // Fresh memory is filled with 0xff, a NaN in every floating-point format. Returns 0 when memory is used up.
   uint64_t allocate(uint64_t size, const std::string &what, int device = 0);
+  void set_pending(uint64_t base, bool pending) { table_.at(base).pending = pending; }
   bool release(uint64_t base); // false when `base` is not a live allocation
   void add_host(void *pointer, uint64_t size, MemoryKind kind, const std::string &what);
-  bool remove_host(void *pointer);
+  bool remove_host(void *pointer); // registered memory; false for any other
+  void *allocate_host(uint64_t size, MemoryKind kind, const std::string &what); // nullptr when there is no more
+  bool release_host(void *pointer);
 
   const Allocation *find(uint64_t address) const; // live or freed, nullptr when there is none
   void *alias(uint64_t address) const {

@@ -40,8 +40,16 @@ int print_device(const std::string &format, const uint8_t *bytes, size_t size, s
     }
     std::string spec = "%";
     bool wide = false;
-    for (k++; k < format.size() && !isalpha(static_cast<unsigned char>(format[k])); k++)
-      spec += format[k] == '*' ? std::to_string(arguments.next<int>()) : std::string(1, format[k]);
+    for (k++; k < format.size() && !isalpha(static_cast<unsigned char>(format[k])); k++) {
+      if (format[k] != '*') {
+        spec += format[k];
+        continue;
+      }
+      int number = arguments.next<int>();
+      count++;
+      if (number < 0 && spec.back() == '.') spec.pop_back(); // as if there were no precision
+      else spec += std::to_string(number);
+    }
     for (; k < format.size() && strchr("lhzjt", format[k]); k++) {
       wide |= format[k] != 'h';
       if (format[k] == 'h') spec += 'h';

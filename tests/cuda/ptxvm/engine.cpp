@@ -23,7 +23,10 @@ static Options read_options() {
   else if (order.find_first_not_of("0123456789") == std::string::npos)
     o.order = Order::Seeded, o.seed = strtoull(order.c_str(), nullptr, 10);
   else stop("PTXVM_ORDER is '%s', expected lockstep, forward, reverse or a seed", order.c_str());
-  o.race = !text("PTXVM_RACE").empty() && text("PTXVM_RACE") != "0";
+  std::string race = text("PTXVM_RACE");
+  o.race = !race.empty() && race != "0";
+  o.ignore_unchanged = race == "changes";
+  if (o.race && race != "1" && !o.ignore_unchanged) stop("PTXVM_RACE is '%s', expected 0, 1 or changes", race.c_str());
   o.stats = !text("PTXVM_STATS").empty();
   if (!text("PTXVM_WORKERS").empty()) o.workers = atoi(text("PTXVM_WORKERS").c_str());
   if (!text("PTXVM_LIMIT").empty()) o.instruction_limit = strtoull(text("PTXVM_LIMIT").c_str(), nullptr, 10);
@@ -65,7 +68,7 @@ static void set_block_registers(const Block &block, Warp &warp) {
   fill(special + y, block.coordinates[1]);
   fill(special + z, block.coordinates[2]);
   fill(special + cluster, block.coordinates[0]);
-  fill(special + multiprocessor, block.id % 4);
+  fill(special + multiprocessor, block.id % kMultiprocessors);
 }
 
 static void set_special_registers(const Launch &launch, const Block &block, Warp &warp) {
@@ -90,12 +93,14 @@ static void set_special_registers(const Launch &launch, const Block &block, Warp
                                                       {"%nctaid.z", g.z},
                                                       {"%warpid", static_cast<uint64_t>(warp.index)},
                                                       {"%nwarpid", block.warps.size()},
-                                                      {"%nsmid", 4},
+                                                      {"%nsmid", kMultiprocessors},
                                                       {"%gridid", launch.serial},
                                                       {"%dynamic_smem_size", launch.dynamic_shared},
                                                       {"%total_smem_size", launch.shared_size},
                                                       {"WARP_SZ", kLanes},
                                                       {"%nclusterid.x", g.x},
+                                                      {"%envreg1", launch.grid_workspace >> 32},
+                                                      {"%envreg2", launch.grid_workspace},
                                                       {"%cluster_nctarank", 1}};
   for (auto &v : values) fill(slot(v.first), v.second & 0xffffffff);
   set_block_registers(block, warp);
@@ -145,7 +150,8 @@ static uint64_t block_at(const Launch &launch, uint64_t position, const std::vec
 }
 
 constexpr size_t kMaxResident = 2048;
-constexpr uint64_t kWorthThreads = 2048; // smaller launches are over before a second worker has started
+// Smaller launches are over before a second worker has started: by threads, and by instructions once they are known.
+constexpr uint64_t kWorthThreads = 2048, kWorthInstructions = 1 << 20;
 
 // Blocks that spin, waiting for others, stay resident while new ones start.
 static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
@@ -191,7 +197,8 @@ static void work(Launch &launch, const std::vector<uint64_t> &shuffled) {
   }
 }
 
-void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params) {
+void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params,
+                uint64_t grid_workspace) {
   static uint64_t serial = 0;
   Launch launch;
   launch.program = &program;
@@ -200,6 +207,7 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   launch.dynamic_shared = dynamic_shared;
   launch.shared_size = program.static_shared + dynamic_shared;
   launch.params = std::move(params);
+  launch.grid_workspace = grid_workspace;
   launch.serial = ++serial;
   if (options().stats) launch.counters = &counters_of(program.kernel->name);
   if (launch.counters) launch.counters->launches++, launch.counters->blocks += grid.count();
@@ -212,13 +220,15 @@ void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, 
   }
   if (options().race) begin_race_launch(launch);
   uint64_t workers = options().workers ? static_cast<uint64_t>(options().workers) : std::thread::hardware_concurrency();
-  if (!program.blocks_independent || options().race || is_serial()) workers = 1;
+  if (!program.blocks_independent || grid_workspace || options().race || is_serial()) workers = 1;
   if (grid.count() * block.count() < kWorthThreads) workers = 1;
+  if (program.instructions_a_block && program.instructions_a_block * grid.count() < kWorthInstructions) workers = 1;
   workers = std::max<uint64_t>(1, std::min(workers, grid.count()));
   std::vector<std::thread> threads;
   for (uint64_t k = 1; k < workers; k++) threads.emplace_back([&] { work(launch, shuffled); });
   work(launch, shuffled);
   for (std::thread &t : threads) t.join();
+  program.instructions_a_block = launch.instructions / grid.count() + 1;
   count_executed(launch.instructions);
 }
 

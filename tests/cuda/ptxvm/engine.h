@@ -20,6 +20,7 @@
 namespace ptxvm {
 
 constexpr int kLanes = 32;
+constexpr int kMultiprocessors = 4;                    // few, so that grid-stride loops are short of blocks
 constexpr int kSlotBytes = kLanes * 8, kPredBytes = 4; // of a register, and of one that is a predicate
 constexpr uint32_t kAllLanes = ~0u;
 using Lane = uint64_t;
@@ -82,7 +83,8 @@ struct Program {
   std::deque<Extra> extras;
   uint64_t static_shared = 0;
   uint32_t instruction_count = 0;
-  bool blocks_independent = true; // nothing in it can make one block see another
+  uint64_t instructions_a_block = 0; // of threads, in the last launch
+  bool blocks_independent = true;    // nothing in it can make one block see another
   const Code *entry = nullptr;
 
   Code *code_of(const Function *function); // decoded when first asked for
@@ -182,6 +184,7 @@ struct Options {
   Order order = Order::Lockstep;
   uint64_t seed = 1;
   bool race = false, stats = false;
+  bool ignore_unchanged = false;           // a store of the value that is there already is no race
   int workers = 0;                         // 0: as many as the machine has cores
   uint64_t instruction_limit = 1ull << 36; // of one launch, in thread instructions
   int capability = 90;
@@ -197,6 +200,7 @@ struct Launch {
   std::atomic<uint64_t> next_block{0};
   std::atomic<uint64_t> instructions{0};
   uint64_t serial = 0;
+  uint64_t grid_workspace = 0;
   KernelCounters *counters = nullptr; // totals, set when statistics are wanted
   std::mutex counters_lock;
 };
@@ -237,7 +241,9 @@ template <class F> inline void for_lanes(uint32_t mask, F f) {
 uint64_t next_random(uint64_t &state);
 bool run_block(Context &context, Block &block); // one turn; true when the block has ended
 Program *program_of(const Function *kernel);    // cached
-void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params);
+// A cooperative launch has a workspace, in which its blocks wait for each other.
+void run_launch(Program &program, Dim grid, Dim block, uint64_t dynamic_shared, std::vector<uint8_t> params,
+                uint64_t grid_workspace = 0);
 
 // Warp and block waits, used by the instructions that wait.
 void split_from_group(Context &context, uint32_t mask); // the rest of the running group goes its own way

@@ -153,7 +153,7 @@ struct HalfFma {
 
 template <class Format> uint64_t finish_half(const Instruction &i, float value) {
   if (i.imm & kSaturate) value = saturate(value);
-  if ((i.imm & kRelu) && value == value) value = std::max(value, 0.0f);
+  if ((i.imm & kRelu) && value <= 0) value = 0; // -0 too: +0 is the larger
   return Format::encode(value);
 }
 

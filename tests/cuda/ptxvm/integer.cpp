@@ -103,6 +103,10 @@ struct SubSat {
   }
 };
 
+template <class F> struct AtLeastZero {
+  template <class T> T operator()(T a, T b) const { return std::max(F()(a, b), T(0)); }
+};
+
 // Packed 16-bit integers (sm_90).
 template <class T, class F> struct Packed {
   uint32_t operator()(uint32_t a, uint32_t b) const {
@@ -116,12 +120,20 @@ template <class F> bool decode_packed(Decoder &d) {
   if (!d.take("u16x2")) {
     if (!d.take("s16x2")) return false;
     operands(d, 2);
-    d.out.handler = binary<uint32_t, uint32_t, Packed<int16_t, F>>;
+    d.out.handler = d.take("relu") ? Handler(binary<uint32_t, uint32_t, Packed<int16_t, AtLeastZero<F>>>)
+                                   : Handler(binary<uint32_t, uint32_t, Packed<int16_t, F>>);
     return true;
   }
   operands(d, 2);
   d.out.handler = binary<uint32_t, uint32_t, Packed<uint16_t, F>>;
   return true;
+}
+
+template <class F> void decode_extreme(Decoder &d, Type type) {
+  if (!d.take("relu")) return decode_binary<F>(d, type);
+  if (type != Type::S32) d.unsupported("relu of this type");
+  operands(d, 2);
+  d.out.handler = binary<int32_t, int32_t, AtLeastZero<F>>;
 }
 
 void decode_multiply(Decoder &d, Type type, bool adds) {
@@ -216,12 +228,12 @@ void add_integer_instructions(DecodeTable &t) {
   t["min"] = [](Decoder &d) {
     if (decode_packed<Min>(d)) return;
     Type type = d.take_type();
-    if (!took_float(d, type)) decode_binary<Min>(d, type);
+    if (!took_float(d, type)) decode_extreme<Min>(d, type);
   };
   t["max"] = [](Decoder &d) {
     if (decode_packed<Max>(d)) return;
     Type type = d.take_type();
-    if (!took_float(d, type)) decode_binary<Max>(d, type);
+    if (!took_float(d, type)) decode_extreme<Max>(d, type);
   };
   t["abs"] = [](Decoder &d) {
     Type type = d.take_type();

@@ -2,6 +2,7 @@
 #include "ptx.h"
 #include <cctype>
 #include <cstdlib>
+#include <cstring>
 
 namespace ptxvm {
 
@@ -45,11 +46,23 @@ void Lexer::expect(char c) {
   if (!accept(c)) fail(std::string("expected '") + c + "'");
 }
 
+static bool is_digit(char c) { return isdigit(static_cast<unsigned char>(c)); }
+
+// The sign in 1.5e-3.
+static bool continues_exponent(const std::string &text, size_t begin, size_t position) {
+  if ((text[position] != '-' && text[position] != '+') || !is_digit(text[begin])) return false;
+  bool prefixed = text[begin] == '0' && position > begin + 1 && isalpha(static_cast<unsigned char>(text[begin + 1]));
+  return !prefixed && (text[position - 1] == 'e' || text[position - 1] == 'E');
+}
+
 std::string Lexer::word() {
   skip_space();
-  size_t begin = position_;
+  const size_t begin = position_;
+  const bool directive = begin < text_.size() && text_[begin] == '.';
   for (; position_ < text_.size(); position_++) {
-    if (in_word(text_[position_])) continue;
+    char c = text_[position_];
+    if (directive && c == '.' && position_ > begin) break;
+    if (in_word(c) || continues_exponent(text_, begin, position_)) continue;
     bool scope = text_.compare(position_, 2, "::") == 0; // as in .shared::cta
     if (!scope) break;
     position_++;
@@ -57,10 +70,20 @@ std::string Lexer::word() {
   return text_.substr(begin, position_ - begin);
 }
 
-bool Lexer::parse_number(const std::string &word, bool negative, int64_t *value) {
-  if (word.empty() || !isdigit(static_cast<unsigned char>(word[0]))) return false;
-  bool is_float = word.size() > 1 && word[0] == '0' && word.find_first_of("fFdD") == 1;
-  uint64_t bits = is_float ? strtoull(word.c_str() + 2, nullptr, 16) : strtoull(word.c_str(), nullptr, 0);
+bool Lexer::parse_number(const std::string &word, bool negative, int64_t *value, bool *is_real) {
+  if (word.empty() || !is_digit(word[0])) return false;
+  char second = word.size() > 1 && word[0] == '0' ? static_cast<char>(tolower(word[1])) : '\0';
+  bool decimal = second != 'x' && second != 'f' && second != 'd' && word.find_first_of(".eE") != std::string::npos;
+  if (decimal) {
+    double real = negative ? -strtod(word.c_str(), nullptr) : strtod(word.c_str(), nullptr);
+    memcpy(value, &real, sizeof real);
+    if (is_real) *is_real = true;
+    return is_real != nullptr;
+  }
+  bool is_float = second == 'f' || second == 'd';
+  uint64_t bits = is_float        ? strtoull(word.c_str() + 2, nullptr, 16)
+                  : second == 'b' ? strtoull(word.c_str() + 2, nullptr, 2)
+                                  : strtoull(word.c_str(), nullptr, 0);
   if (is_float && negative) bits ^= word.size() == 10 ? 1ull << 31 : 1ull << 63;
   *value = static_cast<int64_t>(is_float || !negative ? bits : 0 - bits);
   return true;

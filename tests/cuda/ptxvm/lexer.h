@@ -12,7 +12,9 @@ public:
   char peek(); // next significant character, 0 at the end
   bool accept(char c);
   void expect(char c);
-  std::string word(); // identifier, directive, number or opcode with its modifiers; empty when there is none
+  // Identifier, directive, number or opcode with its modifiers; empty when there is none. A directive ends where the
+  // next begins: inline assembly writes `.reg.b16` as often as `.reg .b16`.
+  std::string word();
   int64_t integer();
   std::string quoted();
   void skip_past(char c);
@@ -24,7 +26,8 @@ public:
   void rewind(size_t position, int line) { position_ = position, line_ = line; }
   [[noreturn]] void fail(const std::string &what) const;
 
-  static bool parse_number(const std::string &word, bool negative, int64_t *value);
+  // A decimal with a fraction or an exponent gives the bits of a double and sets *is_real.
+  static bool parse_number(const std::string &word, bool negative, int64_t *value, bool *is_real = nullptr);
 
 private:
   void skip_space();

@@ -186,11 +186,15 @@ template <class T, bool kVector> void store(Context &c, const Instruction &i, ui
     Place place = locate(c, i, l, lane_address(c, i, base, l), bytes, AccessKind::Write);
     if (c.watch)
       footprint.address[static_cast<size_t>(l)] = place.address, footprint.space[static_cast<size_t>(l)] = place.space;
+    bool unchanged = true;
     for (int k = 0; k < count; k++) {
       const Lane *a = kVector ? c.lanes(i.extra->refs[static_cast<size_t>(k)]) : c.lanes(i.src[1]);
       T value = static_cast<T>(a[l]);
-      memcpy(place.bytes + static_cast<size_t>(k) * sizeof(T), &value, sizeof(T));
+      uint8_t *to = place.bytes + static_cast<size_t>(k) * sizeof(T);
+      if (c.watch) unchanged &= memcmp(to, &value, sizeof(T)) == 0;
+      memcpy(to, &value, sizeof(T));
     }
+    footprint.unchanged |= static_cast<uint32_t>(unchanged) << l;
   });
   if (!c.watch) return;
   footprint.bytes = bytes, footprint.lanes = mask;

@@ -253,7 +253,7 @@ private:
     }
     bool negative = lex_.accept('-');
     std::string word = lex_.word();
-    if (Lexer::parse_number(word, negative, &operand.value)) {
+    if (Lexer::parse_number(word, negative, &operand.value, &operand.is_real)) {
       operand.kind = Operand::Immediate;
       return operand;
     }
@@ -286,6 +286,7 @@ private:
   void parse_instruction(const std::string &text, int guard, bool negated) {
     RawInstruction instruction;
     instruction.text = text;
+    while (lex_.peek() == '.') instruction.text += lex_.word();
     instruction.guard = guard;
     instruction.guard_negated = negated;
     instruction.ptx_line = lex_.line();

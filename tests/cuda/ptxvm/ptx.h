@@ -67,8 +67,9 @@ struct Operand {
   enum Kind : uint8_t { None, Register, Immediate, Special, SymbolAddress, Vector, Memory, Name, Sink };
   Kind kind = None;
   bool negated = false;
-  int reg = -1;  // register number, or index of the special register
-  int pair = -1; // the q of p|q
+  bool is_real = false; // value holds the bits of a double that was written in decimal
+  int reg = -1;         // register number, or index of the special register
+  int pair = -1;        // the q of p|q
   int64_t value = 0;
   Symbol *symbol = nullptr;
   std::string name;

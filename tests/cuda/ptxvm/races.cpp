@@ -12,7 +12,13 @@ void join(Clocks &into, const Clocks &from) {
   for (size_t k = 0; k < kLanes; k++) into[k] = std::max(into[k], from[k]);
 }
 
-// What a block has made visible to others: accesses up to a clock of each warp, and of single lanes beyond it.
+bool covers(const Clocks &known, const Clocks &other) {
+  for (size_t k = 0; k < kLanes; k++)
+    if (known[k] < other[k]) return false;
+  return true;
+}
+
+// What has been made visible of a block: accesses up to a clock of each warp, and of single lanes beyond it.
 struct Released {
   Clocks warps{};
   std::map<int, Clocks> lanes;
@@ -21,13 +27,45 @@ struct Released {
     join(warps, other.warps);
     for (auto &entry : other.lanes) join(lanes[entry.first], entry.second);
   }
+  bool includes(const Released &other) const {
+    if (!covers(warps, other.warps)) return false;
+    for (auto &entry : other.lanes) {
+      auto it = lanes.find(entry.first);
+      if (it == lanes.end() || !covers(it->second, entry.second)) return false;
+    }
+    return true;
+  }
+  bool contains(size_t warp, size_t lane, uint32_t warp_clock, uint32_t lane_clock) const {
+    if (warps[warp] >= warp_clock) return true;
+    auto it = lanes.find(static_cast<int>(warp));
+    return it != lanes.end() && it->second[lane] >= lane_clock;
+  }
 };
-using ReleasedByBlock = std::map<uint32_t, Released>;
+using Knowledge = std::map<uint32_t, Released>; // by block
+using KnowledgePtr = std::shared_ptr<const Knowledge>;
+
+void merge(Knowledge &into, const Knowledge &from) {
+  for (auto &entry : from) into[entry.first].merge(entry.second);
+}
+
+// Shared among threads, for after a barrier all know the same; a thread that spins learns nothing new, so copies are
+// rare.
+void learn(KnowledgePtr &known, const Knowledge &news) {
+  bool old = known != nullptr;
+  for (auto it = news.begin(); old && it != news.end(); ++it) {
+    auto of_block = known->find(it->first);
+    old = of_block != known->end() && of_block->second.includes(it->second);
+  }
+  if (old) return;
+  auto grown = known ? std::make_shared<Knowledge>(*known) : std::make_shared<Knowledge>();
+  merge(*grown, news);
+  known = grown;
+}
 
 struct Access {
   uint32_t launch = 0, task = 0, block = 0, warp_clock = 0, lane_clock = 0, instruction = 0;
   uint16_t thread = 0;
-  bool sync = false;
+  bool sync = false, unchanged = false;
 };
 
 struct Cell {
@@ -66,7 +104,7 @@ struct Globals {
   std::vector<LaunchRecord> launches;
   std::vector<Task> tasks{1};
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
-  std::unordered_map<uint64_t, ReleasedByBlock> released; // by the address of the flag
+  std::unordered_map<uint64_t, Knowledge> released; // to other blocks, by the address of the flag
   std::set<std::pair<std::string, std::string>> reported;
   uint64_t cached_page = ~0ull;
   Page *cached = nullptr;
@@ -83,15 +121,19 @@ struct RaceLog {
   std::vector<Pair> shared;
   std::array<Clocks, kLanes> warps{};            // [observer][observed]
   std::vector<std::array<Clocks, kLanes>> lanes; // [warp][observer][observed]
-  std::vector<Released> fenced;                  // by warp: what its fences cover
-  ReleasedByBlock acquired;                      // what other blocks have made visible to this one
+  // What fences cover, by warp: those that reach other blocks, and all of them.
+  std::vector<Released> fenced_for_all, fenced_for_block;
+  std::unordered_map<uint64_t, Knowledge> released; // within the block, by the address of the flag
+  std::vector<KnowledgePtr> learned;                // by thread: what flags have told it
 };
 
 std::shared_ptr<RaceLog> new_race_log(const Launch &launch, const Block &block) {
   auto log = std::make_shared<RaceLog>();
   log->shared.resize(launch.shared_size / 2 + 1);
   log->lanes.resize(block.warps.size());
-  log->fenced.resize(block.warps.size());
+  log->fenced_for_all.resize(block.warps.size());
+  log->fenced_for_block.resize(block.warps.size());
+  log->learned.resize(block.warps.size() * kLanes);
   for (size_t w = 0; w < block.warps.size(); w++) {
     log->warps[w][w] = 1;
     for (size_t l = 0; l < kLanes; l++) log->lanes[w][l][l] = 1;
@@ -127,15 +169,15 @@ static bool ordered_before(const RaceLog *of_block, const Access &old, const Acc
   const RaceLog &log = *of_block;
   size_t old_warp = old.thread / kLanes, old_lane = old.thread % kLanes;
   size_t warp = now.thread / kLanes, lane = now.thread % kLanes;
-  if (old.block != now.block) {
-    auto it = log.acquired.find(old.block);
-    if (it == log.acquired.end()) return false;
-    if (it->second.warps[old_warp] >= old.warp_clock) return true;
-    auto lanes = it->second.lanes.find(static_cast<int>(old_warp));
-    return lanes != it->second.lanes.end() && lanes->second[old_lane] >= old.lane_clock;
+  if (old.block == now.block) {
+    bool met = old_warp == warp ? log.lanes[warp][lane][old_lane] >= old.lane_clock
+                                : log.warps[warp][old_warp] >= old.warp_clock;
+    if (met) return true;
   }
-  if (old_warp == warp) return log.lanes[warp][lane][old_lane] >= old.lane_clock;
-  return log.warps[warp][old_warp] >= old.warp_clock;
+  const KnowledgePtr &learned = log.learned[now.thread];
+  if (!learned) return false;
+  auto it = learned->find(old.block);
+  return it != learned->end() && it->second.contains(old_warp, old_lane, old.warp_clock, old.lane_clock);
 }
 
 static const Instruction *instruction_of(const Access &access, const Function **function) {
@@ -180,8 +222,9 @@ static void report_race(const char *what, const Access &old, const Access &now, 
   std::string place = space == Space::Shared ? "shared memory, offset " + std::to_string(address)
                                              : "global memory, " + device_memory().describe(address, 1);
   const char *between = old.task == now.task ? "" : " between streams";
-  note_fault(std::string("race") + between + ", " + what + ": " + place + "\n    first  " + first + "\n    second " +
-             second);
+  const char *same = now.unchanged ? " (of the value that was there)" : "";
+  note_fault(std::string("race") + between + ", " + what + same + ": " + place + "\n    first  " + first +
+             "\n    second " + second);
 }
 
 static void check_cell(const RaceLog *log, Cell &cell, const Access &now, AccessKind kind, Space space,
@@ -193,11 +236,13 @@ static void check_cell(const RaceLog *log, Cell &cell, const Access &now, Access
   };
   bool writes = kind != AccessKind::Read;
   // Lanes of one warp storing to one place by one instruction: one of them wins, which programs rely on.
-  bool same_store = cell.write.launch == now.launch && cell.write.block == now.block &&
+  bool same_store = log && cell.write.launch == now.launch && cell.write.block == now.block &&
                     cell.write.instruction == now.instruction && cell.write.thread / kLanes == now.thread / kLanes &&
                     kind == AccessKind::Write;
-  if (conflicts(cell.write) && !same_store)
-    report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
+  bool clashes = conflicts(cell.write) && !same_store;
+  if (now.unchanged && options().ignore_unchanged && (clashes || conflicts(cell.reads[0]) || conflicts(cell.reads[1])))
+    return;
+  if (clashes) report_race(writes ? "write after write" : "read after write", cell.write, now, space, address);
   if (writes) {
     for (const Access &read : cell.reads)
       if (conflicts(read)) report_race("write after read", read, now, space, address);
@@ -240,21 +285,24 @@ static void check_bytes(RaceLog *log, const Access &now, AccessKind kind, Space 
   }
 }
 
-// Fence, then write the flag; read the flag, then go on: the second block sees what the first had done.
-static void pass_visibility(RaceLog &log, const Context &c, size_t warp, uint64_t address, bool reads, bool writes) {
+// Fence, then write the flag; read the flag, then go on: the second thread sees what the first had done, and what the
+// first had been told by others.
+static void pass_visibility(RaceLog &log, const Access &now, Space space, uint64_t address, bool reads, bool writes) {
   Globals &g = globals();
-  uint32_t self = static_cast<uint32_t>(c.block->id);
-  if (reads) {
-    auto it = g.released.find(address);
-    if (it != g.released.end())
-      for (auto &entry : it->second)
-        if (entry.first != self) log.acquired[entry.first].merge(entry.second);
-  }
-  const Released &fenced = log.fenced[warp];
-  if (!writes || fenced.lanes.empty()) return;
-  ReleasedByBlock &flag = g.released[address];
-  flag[self].merge(fenced);
-  for (auto &entry : log.acquired) flag[entry.first].merge(entry.second);
+  KnowledgePtr &learned = log.learned[now.thread];
+  const size_t warp = now.thread / kLanes;
+  auto pass = [&](std::unordered_map<uint64_t, Knowledge> &flags, const Released &fenced) {
+    if (reads) {
+      auto it = flags.find(address);
+      if (it != flags.end()) learn(learned, it->second);
+    }
+    if (!writes || fenced.lanes.empty()) return;
+    Knowledge &flag = flags[address];
+    flag[now.block].merge(fenced);
+    if (learned) merge(flag, *learned);
+  };
+  pass(log.released, log.fenced_for_block[warp]);
+  if (space == Space::Global) pass(g.released, log.fenced_for_all[warp]);
 }
 
 void log_access(Context &c, const Instruction &i, const Footprint &footprint, AccessKind kind) {
@@ -262,9 +310,8 @@ void log_access(Context &c, const Instruction &i, const Footprint &footprint, Ac
   size_t warp = static_cast<size_t>(c.warp->index);
   const std::string &text = i.raw->text;
   bool releases = kind != AccessKind::Read &&
-                  (text.find(".release") != std::string::npos || text.find(".acq_rel") != std::string::npos) &&
-                  text.find(".cta") == std::string::npos;
-  if (releases) log_fence(c, footprint.lanes);
+                  (text.find(".release") != std::string::npos || text.find(".acq_rel") != std::string::npos);
+  if (releases) log_fence(c, footprint.lanes, text.find(".cta") == std::string::npos);
   for_lanes(footprint.lanes, [&](int lane) {
     size_t l = static_cast<size_t>(lane);
     Space space = footprint.space[l];
@@ -277,9 +324,10 @@ void log_access(Context &c, const Instruction &i, const Footprint &footprint, Ac
     now.warp_clock = log.warps[warp][warp];
     now.lane_clock = log.lanes[warp][l][l];
     now.instruction = i.index;
+    now.unchanged = footprint.unchanged >> lane & 1;
     now.sync = i.sync && i.raw->text.compare(0, 3, "cp.") != 0;
-    if (now.sync && space == Space::Global)
-      pass_visibility(log, c, warp, footprint.address[l], kind != AccessKind::Write, kind != AccessKind::Read);
+    if (now.sync)
+      pass_visibility(log, now, space, footprint.address[l], kind != AccessKind::Write, kind != AccessKind::Read);
     check_bytes(&log, now, kind, space, footprint.address[l], static_cast<uint64_t>(footprint.bytes));
   });
 }
@@ -300,36 +348,64 @@ static void sync_lanes(std::array<Clocks, kLanes> &lanes, uint32_t members) {
   });
 }
 
+// What one of the threads has learned from flags all of them know after they have met.
+static void share_learned(RaceLog &log, const std::array<uint32_t, kLanes> &members) {
+  KnowledgePtr all;
+  for (size_t w = 0; w < log.lanes.size(); w++)
+    for_lanes(members[w], [&](int l) {
+      const KnowledgePtr &one = log.learned[w * kLanes + static_cast<size_t>(l)];
+      if (!one || one == all) return;
+      if (all) learn(all, *one);
+      else all = one;
+    });
+  for (size_t w = 0; all && w < log.lanes.size(); w++)
+    for_lanes(members[w], [&](int l) { log.learned[w * kLanes + static_cast<size_t>(l)] = all; });
+}
+
 void log_warp_sync(Context &c, uint32_t members) {
-  sync_lanes(c.block->races->lanes[static_cast<size_t>(c.warp->index)], members);
+  RaceLog &log = *c.block->races;
+  size_t warp = static_cast<size_t>(c.warp->index);
+  sync_lanes(log.lanes[warp], members);
+  std::array<uint32_t, kLanes> by_warp{};
+  by_warp[warp] = members;
+  share_learned(log, by_warp);
 }
 
 void log_barrier(Context &c, const std::array<uint32_t, kLanes> &arrived) {
   RaceLog &log = *c.block->races;
   Clocks all{};
-  Released fenced;
+  Released for_all, for_block;
   for (size_t w = 0; w < log.lanes.size(); w++) {
     if (!arrived[w]) continue;
     sync_lanes(log.lanes[w], arrived[w]);
     join(all, log.warps[w]);
-    fenced.merge(log.fenced[w]);
+    for_all.merge(log.fenced_for_all[w]);
+    for_block.merge(log.fenced_for_block[w]);
   }
   for (size_t w = 0; w < log.lanes.size(); w++) {
     if (!arrived[w]) continue;
     log.warps[w] = all;
     log.warps[w][w]++;
-    log.fenced[w] = fenced;
+    log.fenced_for_all[w] = for_all;
+    log.fenced_for_block[w] = for_block;
   }
+  share_learned(log, arrived);
 }
 
-void log_fence(Context &c, uint32_t mask) {
+void log_fence(Context &c, uint32_t mask, bool reaches_other_blocks) {
   RaceLog &log = *c.block->races;
   size_t warp = static_cast<size_t>(c.warp->index);
-  Released &fenced = log.fenced[warp];
   Clocks warps = log.warps[warp];
   warps[warp]--; // of its own warp, only lanes it has met
-  join(fenced.warps, warps);
-  for_lanes(mask, [&](int l) { join(fenced.lanes[static_cast<int>(warp)], log.lanes[warp][static_cast<size_t>(l)]); });
+  for (std::vector<Released> *fenced : {&log.fenced_for_block, &log.fenced_for_all}) {
+    if (fenced == &log.fenced_for_all && !reaches_other_blocks) continue;
+    join((*fenced)[warp].warps, warps);
+    for_lanes(mask, [&](int l) {
+      join((*fenced)[warp].lanes[static_cast<int>(warp)], log.lanes[warp][static_cast<size_t>(l)]);
+    });
+  }
+  // What comes later is not covered.
+  for_lanes(mask, [&](int l) { log.lanes[warp][static_cast<size_t>(l)][static_cast<size_t>(l)]++; });
 }
 
 } // namespace ptxvm

@@ -1,8 +1,8 @@
 // Races: two accesses to the same byte, at least one a write, not both atomic or volatile, that nothing orders.
 //
-// What orders: the same thread; barriers of the block; warp operations among their members; and between blocks a fence
-// followed by an atomic or volatile write that the other block reads by an atomic or volatile access ("last block
-// done", look-back). Only accesses of one launch are compared.
+// What orders: the same thread; barriers of the block; warp operations among their members; and a fence followed by an
+// atomic or volatile write that another thread reads by an atomic or volatile access (locks, "last block done",
+// look-back). Accesses of different launches are ordered by streams and events.
 #pragma once
 #include "access.h"
 #include "engine.h"
@@ -20,6 +20,6 @@ void log_range(uint64_t address, uint64_t size, bool writes); // by a copy or a 
 void log_access(Context &c, const Instruction &i, const Footprint &footprint, AccessKind kind);
 void log_warp_sync(Context &c, uint32_t members);
 void log_barrier(Context &c, const std::array<uint32_t, kLanes> &arrived);
-void log_fence(Context &c, uint32_t mask);
+void log_fence(Context &c, uint32_t mask, bool reaches_other_blocks);
 
 } // namespace ptxvm

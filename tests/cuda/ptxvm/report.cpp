@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cxxabi.h>
 #include <mutex>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 namespace ptxvm {
@@ -18,12 +19,17 @@ static std::string formatted(const char *format, va_list arguments) {
   return text;
 }
 
+void end_process(int status) {
+  syscall(SYS_exit_group, status);
+  __builtin_unreachable();
+}
+
 [[noreturn]] static void end_with(const std::string &text) {
   report_lock.lock(); // never released: one thread reports
   fflush(stdout);
   fprintf(stderr, "ptxvm: %s\n", text.c_str());
   fflush(stderr);
-  _exit(kFaultStatus);
+  end_process(kFaultStatus);
 }
 
 void stop(const char *format, ...) {
@@ -33,6 +39,8 @@ void stop(const char *format, ...) {
   va_end(arguments);
   end_with(text);
 }
+
+extern "C" [[noreturn]] void ptxvm_missing(const char *function) { stop("%s is not provided by ptxvm", function); }
 
 std::string demangle(const std::string &name) {
   int status = 0;

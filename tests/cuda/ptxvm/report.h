@@ -12,6 +12,7 @@ struct Instruction;
 struct RawInstruction;
 struct Function;
 
+[[noreturn]] void end_process(int status); // at once, without exit handlers
 [[noreturn]] void stop(const char *format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void fault(Context &context, const Instruction &instruction, int lane, const char *format, ...)
     __attribute__((format(printf, 4, 5)));

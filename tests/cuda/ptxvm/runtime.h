@@ -18,7 +18,8 @@ class RuntimeLock {
 public:
   void lock() { mutex_.lock(), depth_++; }
   void unlock() { depth_--, mutex_.unlock(); }
-  void sleep_released(); // by the holder
+  void run_released(const std::function<void()> &f); // by the holder, however often it is held
+  void sleep_released();
 
 private:
   std::recursive_mutex mutex_;

@@ -47,15 +47,15 @@ static bool barrier_complete(const Block &block, const Barrier &b) {
   int arrived = 0, expected = 0;
   for (const auto &warp : block.warps) {
     uint32_t here = b.arrived[static_cast<size_t>(warp->index)];
-    // A warp that is there with all it has left counts as a whole one.
-    arrived += here == warp->live ? (here ? kLanes : 0) : __builtin_popcount(here);
+    // A warp that is there with all it has left counts as a whole one: exited threads are not waited for.
+    bool whole = here && (warp->live & ~here) == 0;
+    arrived += whole ? kLanes : __builtin_popcount(here);
     expected += warp->live ? kLanes : 0;
   }
   return arrived && arrived == (b.expected ? b.expected : expected);
 }
 
 static void check_barrier_convergence(Context &c, int id) {
-  const Barrier &b = c.block->barriers[static_cast<size_t>(id)];
   for (auto &warp : c.block->warps) {
     const Group *first = nullptr;
     for (const Group &g : warp->groups) {
@@ -66,9 +66,6 @@ static void check_barrier_convergence(Context &c, int id) {
         fault(c, *g.waits_at, __builtin_ctz(g.mask),
               "divergent barrier: lanes of one warp wait at different barriers (the other is at %s)",
               describe_location(*first->frame->code->function, *first->waits_at->raw).c_str());
-      if (b.arrived[static_cast<size_t>(warp->index)] != warp->existing && warp->live != warp->existing)
-        fault(c, *g.waits_at, __builtin_ctz(g.mask),
-              "divergent barrier: lanes 0x%x of this warp have exited without it", warp->existing & ~warp->live);
       c.warp = running;
       first = &g;
     }
@@ -263,7 +260,8 @@ static void run_warp(Context &c, Warp &warp) {
 bool run_block(Context &c, Block &block) {
   c.block = &block;
   block.wants_yield = false;
-  const uint64_t until = c.instructions + (1ull << 22);
+  // Blocks of a cooperative launch wait for each other, so their turns are short.
+  const uint64_t until = c.instructions + (1ull << (block.launch->grid_workspace ? 14 : 22));
   std::vector<size_t> order(block.warps.size());
   for (size_t k = 0; k < order.size(); k++) order[k] = options().order == Order::Reverse ? order.size() - 1 - k : k;
   while (block.live_threads) {

@@ -53,6 +53,17 @@ static Stream *legacy_stream(int device) {
   return slot.get();
 }
 
+// Like a created, blocking stream that every thread has for each device.
+static Stream *per_thread_stream(int device) {
+  Stream *&stream = host_thread.streams[device];
+  if (!stream) {
+    stream = new_stream();
+    stream->device = device;
+    runtime().streams.insert(stream);
+  }
+  return stream;
+}
+
 std::vector<Stream *> all_streams() {
   std::vector<Stream *> list(runtime().streams.begin(), runtime().streams.end());
   for (auto &entry : runtime().legacy) list.push_back(entry.second.get());
@@ -94,13 +105,17 @@ bool run_one() {
   Runtime &r = runtime();
   std::vector<Stream *> able;
   for (Stream *s : all_streams())
-    if (!s->queue.empty() && is_ready(*s)) able.push_back(s);
+    if (!s->queue.empty() && !s->busy && is_ready(*s)) able.push_back(s);
   if (able.empty()) return false;
   Stream *stream = able[next_random(r.random) % able.size()];
-  Task task = std::move(stream->queue.front());
+  // The task heads its queue until it is done: host functions run without the lock, and nothing may overtake them.
+  Work work = std::move(stream->queue.front().work);
+  if (options().race) enter_race_task(stream->queue.front().race_task);
+  stream->busy = true;
+  work();
+  stream->busy = false;
   stream->queue.pop_front();
-  if (options().race) enter_race_task(task.race_task);
-  task.work();
+  r.progress++;
   return true;
 }
 
@@ -110,28 +125,48 @@ static void finish_everything() {
   }
 }
 
-// At the end of the program: late work still runs, so that its faults are seen, then the verdict.
+// At the end of the program, however it comes about: late work still runs, so that its faults are seen, then the
+// verdict. Returns the status to end with. A forked child has no say.
+static const pid_t owner = getpid();
+static int conclude(int status) {
+  static bool concluded = false;
+  if (getpid() != owner || concluded) return status;
+  concluded = true;
+  finish_everything();
+  fflush(stdout);
+  print_statistics();
+  if (!faults_noted()) return status;
+  fprintf(stderr, "ptxvm: %d fault(s)\n", faults_noted());
+  fflush(stderr);
+  return kFaultStatus;
+}
+
 namespace {
 struct AtExit {
-  ~AtExit() {
-    finish_everything();
-    fflush(stdout);
-    print_statistics();
-    if (!faults_noted()) return;
-    fprintf(stderr, "ptxvm: %d fault(s)\n", faults_noted());
-    fflush(stderr);
-    _exit(kFaultStatus);
+  AtExit() {
+    at_quick_exit([] { end_if_faulty(conclude(0)); });
+  }
+  ~AtExit() { end_if_faulty(conclude(0)); }
+  static void end_if_faulty(int status) {
+    if (status) end_process(status);
   }
 } at_exit;
 
 } // namespace
 
+// These end a program without its exit handlers. They come here first, for this library stands before the C library.
+extern "C" void _exit(int status) { end_process(conclude(status)); }
+extern "C" void _Exit(int status) { end_process(conclude(status)); }
+
 RuntimeLock &runtime_lock() { return runtime().lock; }
-void RuntimeLock::sleep_released() {
+void RuntimeLock::run_released(const std::function<void()> &f) {
   int depth = depth_;
   for (int k = 0; k < depth; k++) unlock();
-  std::this_thread::sleep_for(std::chrono::microseconds(200));
+  f();
   for (int k = 0; k < depth; k++) lock();
+}
+void RuntimeLock::sleep_released() {
+  run_released([] { std::this_thread::sleep_for(std::chrono::microseconds(200)); });
 }
 int current_device() { return host_thread.device; }
 int device_count() {
@@ -165,6 +200,7 @@ extern "C" long ptxvm_calls(const char *name) {
 
 Stream *stream_of(cudaStream_t handle) {
   if (handle == nullptr || handle == cudaStreamLegacy) return legacy_stream(host_thread.device);
+  if (handle == cudaStreamPerThread) return per_thread_stream(host_thread.device);
   auto *stream = reinterpret_cast<Stream *>(handle);
   return runtime().streams.count(stream) ? stream : nullptr;
 }
@@ -184,23 +220,28 @@ int device_of(cudaStream_t handle) {
   return s ? s->device : -1;
 }
 
+static std::chrono::seconds patience() {
+  const char *seconds = getenv("PTXVM_TIMEOUT");
+  return std::chrono::seconds(seconds ? atol(seconds) : 60);
+}
+
 void run_until(const std::function<bool()> &done, const char *why) {
   auto since = std::chrono::steady_clock::now();
+  uint64_t progress = runtime().progress;
   while (!done()) {
-    if (run_one()) {
-      since = std::chrono::steady_clock::now();
-      continue;
+    if (!run_one()) runtime().lock.sleep_released(); // another thread, or a rank elsewhere, may bring what is missing
+    auto now = std::chrono::steady_clock::now();
+    if (progress != runtime().progress) {
+      progress = runtime().progress;
+      since = now;
     }
-    // Another thread, or a rank elsewhere, may still bring what is missing.
-    runtime().lock.sleep_released();
-    if (std::chrono::steady_clock::now() - since > std::chrono::seconds(20)) {
-      std::string heads;
-      for (Stream *s : all_streams())
-        if (!s->queue.empty())
-          heads += std::string("\n    a stream of device ") + std::to_string(s->device) + " waits at " +
-                   s->queue.front().name;
-      stop("deadlock between streams in %s: nothing can run%s", why, heads.c_str());
-    }
+    if (now - since <= patience() || done()) continue;
+    std::string heads;
+    for (Stream *s : all_streams())
+      if (!s->queue.empty())
+        heads +=
+            std::string("\n    a stream of device ") + std::to_string(s->device) + " waits at " + s->queue.front().name;
+    stop("deadlock between streams in %s: nothing can run (for PTXVM_TIMEOUT seconds)%s", why, heads.c_str());
   }
 }
 
@@ -228,13 +269,30 @@ cudaError_t wait_for_stream(cudaStream_t handle) {
   return cudaSuccess;
 }
 
+static cudaGraphNodeType type_of(const std::string &name) {
+  auto begins = [&](const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; };
+  return begins("cudaMemcpy")           ? cudaGraphNodeTypeMemcpy
+         : begins("cudaMemset")         ? cudaGraphNodeTypeMemset
+         : begins("cudaLaunchHostFunc") ? cudaGraphNodeTypeHost
+                                        : cudaGraphNodeTypeKernel;
+}
+
 static cudaError_t capture_node(Stream &s, const char *name, Work work, Ready ready) {
   Capture &capture = *s.capture;
   if (capture.broken) return cudaErrorStreamCaptureInvalidated;
   size_t index = capture.graph->nodes.size();
-  capture.graph->nodes.push_back({name, std::move(work), std::move(ready), s.tail});
+  capture.graph->nodes.push_back({name, std::move(work), std::move(ready), s.tail, type_of(name)});
   s.tail = {index};
   return cudaSuccess;
+}
+
+bool capture_forbids_legacy(int device) {
+  for (auto &capture : runtime().captures) {
+    if (!capture->origin->blocking || capture->origin->device != device) continue;
+    if (capture->mode == cudaStreamCaptureModeRelaxed) continue;
+    return capture->broken = true;
+  }
+  return false;
 }
 
 cudaError_t enqueue(cudaStream_t handle, const char *name, Work work, Ready ready) {
@@ -242,13 +300,7 @@ cudaError_t enqueue(cudaStream_t handle, const char *name, Work work, Ready read
   Stream *s = stream_of(handle);
   if (!s) return cudaErrorInvalidResourceHandle;
   if (s->capture) return capture_node(*s, name, std::move(work), std::move(ready));
-  if (s->legacy)
-    for (auto &capture : r.captures)
-      if (capture->origin->blocking &&
-          capture->mode != cudaStreamCaptureModeRelaxed) { // the legacy stream would order itself with it
-        capture->broken = true;
-        return cudaErrorStreamCaptureImplicit;
-      }
+  if (s->legacy && capture_forbids_legacy(s->device)) return cudaErrorStreamCaptureImplicit;
   join(s->clock, r.host);
   if (s->legacy) {
     for (Stream *other : r.streams)
@@ -287,9 +339,11 @@ bool is_pinned_or_device(const void *pointer) {
 void *view(const void *pointer, size_t size, const char *who) {
   if (!size) return const_cast<void *>(pointer);
   void *host = device_memory().host_view(pointer, size);
-  if (!host)
-    stop("%s touches %zu bytes that are not all live memory: %s", who, size,
+  if (!host) {
+    const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
+    stop("%s%s touches %zu bytes that are not all live memory: %s", a && a->freed ? "use after free: " : "", who, size,
          device_memory().describe(reinterpret_cast<uint64_t>(pointer), size).c_str());
+  }
   return host;
 }
 
@@ -298,6 +352,10 @@ static void *device_access(const void *pointer, size_t size, const char *who, bo
   if (!is_pinned_or_device(pointer) && !device_memory().in_arena(reinterpret_cast<uint64_t>(pointer)))
     stop("%s works on host memory that is neither pinned nor registered: %p", who, pointer);
   void *host = view(pointer, size, who);
+  const Allocation *a = device_memory().find(reinterpret_cast<uint64_t>(pointer));
+  if (a && a->pending)
+    stop("%s uses memory before its cudaMallocAsync, which another stream has not come to: %s", who,
+         device_memory().describe(reinterpret_cast<uint64_t>(pointer), size).c_str());
   if (options().race) log_range(reinterpret_cast<uint64_t>(pointer), size, writes);
   return host;
 }

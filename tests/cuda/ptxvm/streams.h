@@ -23,11 +23,14 @@ struct GraphNode {
   Work work;
   Ready ready;
   std::set<size_t> after;
+  cudaGraphNodeType type = cudaGraphNodeTypeKernel;
 };
 
 struct Graph {
+  uint32_t id = 0; // in the handles of its nodes
   std::vector<GraphNode> nodes;
 };
+cudaGraph_t new_graph_handle(const std::shared_ptr<Graph> &graph);
 
 struct Capture {
   std::shared_ptr<Graph> graph = std::make_shared<Graph>();
@@ -45,6 +48,7 @@ struct Stream {
   StreamClock clock; // everything that its next task comes after
   int device = 0;
   bool legacy = false, blocking = true; // blocking: ordered with the legacy stream
+  bool busy = false;                    // some thread is running its first task
   int priority = 0;
   std::deque<Task> queue;
   std::shared_ptr<Capture> capture;
@@ -67,8 +71,10 @@ struct Runtime {
   RuntimeLock lock;
   std::map<int, std::unique_ptr<Stream>> legacy; // by device
   std::set<Stream *> streams;                    // created ones
+  std::vector<std::unique_ptr<Stream>> retired;  // destroyed ones
   std::set<Event *> events;
   uint64_t task_count = 0, capture_count = 0;
+  uint64_t progress = 0; // tasks that have run
   uint64_t random = 0;
   std::set<std::shared_ptr<Capture>> captures;
   std::map<std::string, long> calls;
@@ -82,12 +88,15 @@ struct HostThread {
   int device = 0;
   cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
   cudaError_t last_error = cudaSuccess;
+  std::map<int, Stream *> streams; // cudaStreamPerThread by device; they outlive the thread
 };
 extern thread_local HostThread host_thread;
 
 Runtime &runtime();
 Stream *new_stream();
 std::vector<Stream *> all_streams();
+// The legacy stream would order itself with what is being captured on its device.
+bool capture_forbids_legacy(int device);
 bool run_one(); // one task of a stream chosen among those that can go on; false when none can
 void join(StreamClock &into, const StreamClock &from);
 

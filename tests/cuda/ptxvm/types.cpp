@@ -43,7 +43,7 @@ const std::vector<std::string> &special_register_names() {
       "%laneid",          "%warpid",      "%nwarpid",     "%lanemask_eq",  "%lanemask_lt",     "%lanemask_le",
       "%lanemask_gt",     "%lanemask_ge", "%smid",        "%nsmid",        "%gridid",          "%dynamic_smem_size",
       "%total_smem_size", "WARP_SZ",      "%clusterid.x", "%nclusterid.x", "%cluster_ctarank", "%cluster_nctarank",
-      "%clock",           "%clock64",     "%globaltimer", "%clock_hi",
+      "%clock",           "%clock64",     "%globaltimer", "%clock_hi",     "%envreg1",         "%envreg2",
   };
   return names;
 }

@@ -142,7 +142,30 @@ __device__ uint32_t lop(uint32_t a, uint32_t b, uint32_t c) {
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
+// Directives without spaces, modifiers with them, decimal and binary numbers, scopes within scopes.
+__device__ uint64_t written_freely(uint32_t a) {
+  float r;
+  uint32_t n;
+  asm("{.reg.f32 t;.reg.pred p,q;\n"
+      "add .f32 t, %1, 1.5;\n"
+      "setp.lt.f32 p|q, t, 25.0e-1;\n"
+      "@p add.f32 t, t, -1.0E2;\n"
+      "@q mul.f32 t, t, 0.5;\n"
+      "mov.f32 %0, t;}"
+      : "=f"(r)
+      : "f"((float)a));
+  asm("{.reg.b32 t<2>;\nadd.u32 t1, %1, 0b101;\nadd.u32 %0, t1, 010;}" : "=r"(n) : "r"(a));
+  return (uint64_t)n << 32 | __float_as_uint(r);
+}
+static uint64_t written_freely_host(uint32_t a) {
+  float r = (float)a + 1.5f;
+  r = r < 2.5f ? r - 100.0f : r * 0.5f;
+  uint32_t u;
+  memcpy(&u, &r, 4);
+  return (uint64_t)(a + 13) << 32 | u;
+}
 
+CASE(Syntax, written_freely(U(a) & 0xff), written_freely_host(U(a) & 0xff))
 CASE(AddS32, U(S(U(a) + U(b))), U(U(a) + U(b)))
 CASE(SubU64, a - b, a - b)
 CASE(MulLow, U(a) * U(b), U(U(a) * U(b)))
@@ -454,8 +477,8 @@ static void test_math() {
 
 #define RUN(name) compare<name>(#name)
 int main() {
-  RUN(AddS32), RUN(SubU64), RUN(MulLow), RUN(MulHighS32), RUN(MulHighU64), RUN(MulHighS64), RUN(MulWide), RUN(Mad),
-      RUN(Mul24);
+  RUN(Syntax), RUN(AddS32), RUN(SubU64), RUN(MulLow), RUN(MulHighS32), RUN(MulHighU64), RUN(MulHighS64), RUN(MulWide),
+      RUN(Mad), RUN(Mul24);
   RUN(DivS32), RUN(RemS32), RUN(DivU64), RUN(RemS64), RUN(DivS16), RUN(MinMax), RUN(MinMax64), RUN(Abs32), RUN(Sad),
       RUN(Popc);
   RUN(Clz), RUN(Ffs), RUN(Brev), RUN(Permute), RUN(ShiftLeft), RUN(ShiftRight), RUN(ShiftRight64), RUN(Funnel),

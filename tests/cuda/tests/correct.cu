@@ -130,6 +130,79 @@ __global__ void critical(int *count) { // a lock taken by every thread of a warp
   }
 }
 
+// The same between warps as well, and for a plain counter: taking the lock orders what was done under it.
+__global__ void plain_critical(int *count, int *in_shared) {
+  __shared__ int guard, protected_by_it;
+  if (threadIdx.x == 0) guard = 0, protected_by_it = 0;
+  __syncthreads();
+  for (bool done = false; !done;) {
+    if (atomicCAS(&lock, 0, 1) != 0) continue;
+    __threadfence();
+    count[0]++;
+    __threadfence();
+    atomicExch(&lock, 0);
+    done = true;
+  }
+  for (bool done = false; !done;) {
+    if (atomicCAS_block(&guard, 0, 1) != 0) continue;
+    __threadfence_block();
+    protected_by_it++;
+    __threadfence_block();
+    atomicExch_block(&guard, 0);
+    done = true;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) atomicAdd(in_shared, protected_by_it);
+}
+
+template <cuda::thread_scope kScope> __global__ void acquire_release(unsigned *guard, int *count) {
+  cuda::atomic_ref<unsigned, kScope> mine(*guard);
+  for (bool done = false; !done;) {
+    if (mine.exchange(1, cuda::memory_order_acquire) != 0) continue;
+    count[0]++;
+    mine.store(0, cuda::memory_order_release);
+    done = true;
+  }
+}
+
+// One thread waits for the others' word and passes it on by a barrier, by a warp's, or by a flag of its own.
+__global__ void relay(int *values, unsigned *flags, int *out) {
+  __shared__ volatile int passed;
+  const int warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) passed = 0;
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    values[threadIdx.x] = threadIdx.x;
+    __threadfence();
+    atomicAdd(flags, 1);
+    return;
+  }
+  if (warp == 0) {
+    if (threadIdx.x == 0)
+      while (*(volatile unsigned *)flags < blockDim.x) __nanosleep(100);
+    __syncwarp();
+    out[threadIdx.x] = values[threadIdx.x];
+    if (threadIdx.x == 0) {
+      __threadfence_block();
+      passed = 1;
+    }
+  } else {
+    if (threadIdx.x % 32 == 0)
+      while (!passed) __nanosleep(100);
+    __syncwarp();
+    out[threadIdx.x] = values[threadIdx.x];
+  }
+}
+
+// Threads that have returned are not waited for (since Volta; before, at least one of a warp had to stay).
+__global__ void some_leave(int *out, int n) {
+  __shared__ int s[64];
+  if (threadIdx.x >= n) return;
+  s[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  out[threadIdx.x] = s[n - 1 - threadIdx.x];
+}
+
 int main() {
   const int blocks = 9, n = blocks * 64;
   std::vector<int> v(n);
@@ -177,5 +250,24 @@ int main() {
   CUDA(cudaMemset(out, 0, 256));
   critical<<<2, 40>>>(out);
   CHECK(out.host()[0] == 80);
+  for (int blocks_of_lock = 1; blocks_of_lock <= 3; blocks_of_lock++) {
+    CUDA(cudaMemset(out, 0, 256));
+    plain_critical<<<blocks_of_lock, 96>>>(out, out + 1);
+    r = out.host();
+    CHECK(r[0] == 96 * blocks_of_lock && r[1] == 96 * blocks_of_lock);
+  }
+  CUDA(cudaMemset(out, 0, 256));
+  CUDA(cudaMemset(words, 0, 256));
+  acquire_release<cuda::thread_scope_block><<<1, 96>>>(words, out);
+  acquire_release<cuda::thread_scope_device><<<3, 64>>>(words, out);
+  acquire_release<cuda::thread_scope_system><<<2, 64>>>(words, out);
+  CHECK(out.host()[0] == 96 + 192 + 128);
+  CUDA(cudaMemset(words, 0, 256));
+  relay<<<2, 64>>>(scratch, words, out);
+  r = out.host();
+  for (int t = 0; t < 64; t++) CHECK_AT(r[t] == t, t);
+  some_leave<<<1, 64>>>(out, 40);
+  r = out.host();
+  for (int t = 0; t < 40; t++) CHECK_AT(r[t] == 39 - t, t);
   return finish("correct");
 }

@@ -441,6 +441,12 @@ static void test_shapes() {
   for (int k = 0; k < 720; k++) CHECK_AT(r[k] == k % 9 + 100 * (k / 9 % 10) + 10000 * (k / 90), k);
 }
 
+// printf returns how many arguments it has read, and a width may be one of them.
+__global__ void say_widths(int *out) {
+  out[0] = printf("[%*d|%-*d|%.3f|%*s]\n", 5, 42, -4, 7, 1.0, 3, "x");
+  out[1] = printf("none%%\n");
+  out[2] = printf("%lld %hhd %.2e\n", -1ll, 300, 12345.0);
+}
 __global__ void say(const char *word, int n) {
   if (threadIdx.x == 0) printf("%s %d %5.2f %lld %c %x%%\n", word, n, 3.14159, 1ll << 40, 'z', 255u);
 }
@@ -450,6 +456,10 @@ static void test_output() {
   Device<char> word(std::vector<char>{'h', 'i', 0});
   say<<<1, 32>>>(word, 5);
   asserted<<<1, 32>>>(1);
+  Device<int> counts(3);
+  say_widths<<<1, 1>>>(counts);
+  auto c = counts.host();
+  CHECK(c[0] == 7 && c[1] == 0 && c[2] == 3);
   CUDA(cudaDeviceSynchronize());
 }
 

@@ -29,11 +29,6 @@ __global__ void divergent_barrier(int *out) {
     out[threadIdx.x] = 3;
   }
 }
-__global__ void early_exit(int *out, int n) {
-  if (threadIdx.x >= n) return;
-  out[threadIdx.x] = 1;
-  __syncthreads();
-}
 __global__ void exited_lane(int *out) {
   if (threadIdx.x == 31) return;
   out[threadIdx.x] = __shfl_sync(0xffffffff, threadIdx.x, 0);
@@ -92,6 +87,46 @@ __global__ void no_fence(const int *in, int *partial, unsigned *ticket, int *out
   __syncthreads();
   if (last) out[threadIdx.x] = partial[threadIdx.x];
 }
+__global__ void same_value(int *out) { // two warps raise one flag
+  __shared__ int raised;
+  if (threadIdx.x == 0) raised = 0;
+  __syncthreads();
+  if (threadIdx.x % 32 == 5) raised = 1;
+  __syncthreads();
+  out[threadIdx.x] = raised;
+}
+__device__ int guard;
+template <bool kFence> __global__ void lock_without_fence(int *count) {
+  for (bool done = false; !done;) {
+    if (atomicCAS(&guard, 0, 1) != 0) continue;
+    if (kFence) __threadfence();
+    count[0]++;
+    atomicExch(&guard, 0);
+    done = true;
+  }
+}
+__global__ void written_after_fence(int *data, volatile int *flag) { // the second word is not covered by the fence
+  if (threadIdx.x == 0) {
+    data[0] = 1;
+    __threadfence();
+    data[1] = 1;
+    *flag = 1;
+  } else if (threadIdx.x == 32) {
+    while (*flag != 1) __nanosleep(100);
+    data[2] = data[0] + data[1];
+  }
+}
+__global__ void only_one_waits(int *data, volatile int *flag) { // the others of its block are not held back
+  if (blockIdx.x == 0) {
+    data[threadIdx.x] = 1;
+    __threadfence();
+    atomicAdd((int *)flag, 1);
+  } else {
+    if (threadIdx.x == 0)
+      while (*flag != 32) __nanosleep(100);
+    data[32 + threadIdx.x] = data[threadIdx.x];
+  }
+}
 __global__ void unknown_instruction(int *out) {
   unsigned mask;
   asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(mask) : "r"(0));
@@ -118,12 +153,22 @@ int main(int argc, char **argv) {
   } else if (name == "host_pointer") {
     static int host[32];
     touch<<<1, 32>>>(host);
+  } else if (name == "write_before") { // the nearest allocation is named, not the one that lies below
+    int *next;
+    CUDA(cudaMalloc(&next, 64));
+    touch<<<1, 1>>>(next - 2);
+  } else if (name == "pinned_after_free" || name == "pinned_host_after_free" || name == "pinned_copy_after_free") {
+    int *pinned;
+    CUDA(cudaMallocHost(&pinned, 128));
+    CUDA(cudaFreeHost(pinned));
+    if (name == "pinned_after_free") touch<<<1, 32>>>(pinned);
+    else if (name == "pinned_host_after_free") pinned[2] = 1;
+    else CUDA(cudaMemcpy(p, pinned, 128, cudaMemcpyHostToDevice));
   } else if (name == "shared_past") shared_past<<<1, 32>>>(p, 1);
   else if (name == "local_past") local_past<<<1, 32>>>(p, 7);
   else if (name == "misaligned") misaligned<<<1, 8>>>((char *)p);
   else if (name == "unset") unset<<<1, 32>>>(p);
   else if (name == "divergent_barrier") divergent_barrier<<<1, 32>>>(p);
-  else if (name == "early_exit") early_exit<<<1, 64>>>(p, 40);
   else if (name == "exited_lane") exited_lane<<<1, 32>>>(p);
   else if (name == "foreign_mask") foreign_mask<<<1, 32>>>(p);
   else if (name == "bad_source") bad_source<<<1, 32>>>(p);
@@ -135,10 +180,23 @@ int main(int argc, char **argv) {
   } else if (name == "missing_barrier") missing_barrier<<<1, 64>>>(p);
   else if (name == "missing_second_barrier") missing_second_barrier<<<1, 64>>>(p);
   else if (name == "missing_warp_barrier") missing_warp_barrier<<<1, 32>>>(p);
+  else if (name == "same_value") same_value<<<1, 64>>>(p);
   else if (name == "shared_count") shared_count<<<1, 32>>>(p);
   else if (name == "blocks_collide") blocks_collide<<<2, 32>>>(p);
   else if (name == "byte_collide") byte_collide<<<4, 32>>>((unsigned char *)p);
-  else if (name == "no_fence") {
+  else if (name == "lock_without_fence") {
+    CUDA(cudaMemset(p, 0, 4));
+    lock_without_fence<false><<<1, 64>>>(p);
+  } else if (name == "unlock_without_fence") {
+    CUDA(cudaMemset(p, 0, 4));
+    lock_without_fence<true><<<1, 64>>>(p);
+  } else if (name == "written_after_fence" || name == "only_one_waits") {
+    int *flag;
+    CUDA(cudaMalloc(&flag, 4));
+    CUDA(cudaMemset(flag, 0, 4));
+    if (name == "written_after_fence") written_after_fence<<<1, 64>>>(p, flag);
+    else only_one_waits<<<2, 32>>>(p, flag);
+  } else if (name == "no_fence") {
     CUDA(cudaMemset(p, 0, 256));
     int *partial, *out;
     CUDA(cudaMalloc(&partial, 1024));

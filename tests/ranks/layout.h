@@ -1,0 +1,29 @@
+/* Any layout of ranks against the reference: a layer trained for some steps, with different tokens everywhere, and all
+ * of its results and gradients compared. */
+#ifndef TEST_LAYOUT_H
+#define TEST_LAYOUT_H
+#include "ranks/world.h"
+
+#include "support/rig.h"
+
+typedef struct layout {
+  int32_t world, tp, cp, pp, ep, etp, sp;
+  const char *order;
+} layout;
+
+typedef struct layout_case {
+  layout layout;
+  rig_spec spec; /* ep is the layout's; layer_id counts pipeline stages */
+  int masked, split, pile_up, steps;
+  int host_groups; /* the topology comes from communicators instead of sizes */
+  uint64_t seed;
+  int64_t most_tokens; /* of one rank; tokens are drawn from 0 to it */
+} layout_case;
+
+/* The body of a rank, for world_run(c->layout.world, layout_train, c). */
+int layout_train(world *w);
+
+/* A number of [0, below) by a seed and a place. */
+int64_t layout_draw(uint64_t seed, uint64_t place, int64_t below);
+
+#endif
