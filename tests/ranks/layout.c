@@ -151,15 +151,23 @@ static int train_step(rig *r, const layout_case *c, const layout_place *p, uint6
   return failures;
 }
 
+int layout_topology(world *w, const layout *l, pmoe_topology **topology, layout_place *place) {
+  int failures = 0;
+  pmoe_topology_config cfg = config_of(l);
+  CHECK(failures, pmoe_topology_create(w->ctx, w->comm, &cfg, topology) == PMOE_OK, "%s", pmoe_last_error());
+  return failures ? failures : find_place(w, *topology, l, place);
+}
+
 int layout_open(world *w, const layout_case *c, pmoe_topology **topology, layout_place *place, rig *r) {
   int failures = 0;
   char name[128];
   layout_name(c, name, sizeof name);
-  pmoe_topology_config cfg = config_of(&c->layout);
-  pmoe_status made =
-      c->host_groups ? from_groups(w, &c->layout, topology) : pmoe_topology_create(w->ctx, w->comm, &cfg, topology);
-  CHECK(failures, made == PMOE_OK, "%s: %s", name, pmoe_last_error());
-  if (!failures) failures += find_place(w, *topology, &c->layout, place);
+  if (c->host_groups) {
+    CHECK(failures, from_groups(w, &c->layout, topology) == PMOE_OK, "%s: %s", name, pmoe_last_error());
+    if (!failures) failures += find_place(w, *topology, &c->layout, place);
+  } else {
+    failures += layout_topology(w, &c->layout, topology, place);
+  }
   rig_spec spec = c->spec;
   spec.ep = c->layout.ep;
   spec.layer_id = place->stage_of_pipeline;

@@ -26,6 +26,9 @@ typedef struct layout_place {
   pmoe_comm *stage;
 } layout_place;
 
+/* A topology and this rank's place in it. Number of failures. */
+int layout_topology(world *w, const layout *l, pmoe_topology **topology, layout_place *place);
+
 /* The parts of layout_train: a topology and this rank's place in it, a layer and its reference, the tokens of a step.
  * Numbers of failures. */
 int layout_open(world *w, const layout_case *c, pmoe_topology **topology, layout_place *place, rig *r);
