@@ -77,6 +77,7 @@ void layout_draw_tokens(const layout_case *c, const layout_place *p, uint64_t st
     uint64_t at = step * 16 + (uint64_t)group;
     int64_t all = layout_draw(c->seed, at, c->most_tokens * plan->replicas + 1);
     if (layout_draw(c->seed, 900 + at, 6) == 0) all = 0;
+    if (c->even > 0) all = c->even / (p->sources / plan->replicas);
     for (int32_t i = 0; i < plan->replicas; i++)
       plan->rank_tokens[group * plan->replicas + i] = all / plan->replicas + (i < all % plan->replicas);
   }

@@ -15,6 +15,7 @@ typedef struct layout_case {
   layout layout;
   rig_spec spec; /* ep is the layout's; layer_id counts pipeline stages */
   int masked, split, pile_up, steps;
+  int64_t even;    /* tokens of all ranks together, evenly spread; 0: drawn */
   int host_groups; /* the topology comes from communicators instead of sizes */
   uint64_t seed;
   int64_t most_tokens; /* of one rank; tokens are drawn from 0 to it */
