@@ -142,6 +142,54 @@ static void test_first_values_do_not_depend_on_the_layout(void **state) {
   each(first_values);
 }
 
+/* ---- noise ---- */
+
+/* Jitter and Gumbel noise are drawn by global token, so that every layout routes as one rank does. */
+static int noise(world *w) {
+  layout_case c = *(const layout_case *)w->arg;
+  c.spec.gate.jitter = 0.3f;
+  c.spec.gate.gumbel = 1;
+  pmoe_topology *topology = NULL;
+  layout_place p = {0};
+  rig spread = {0}, alone = {0};
+  int failures = layout_open(w, &c, &topology, &p, &spread);
+  CHECK(failures, rig_create(&alone, w->ctx, NULL, &c.spec) == PMOE_OK, "%s", pmoe_last_error());
+  if (failures) return failures;
+  rig_step s, whole;
+  begin(&c, &p, &spread, 1, &s);
+  rig_plan one = {.label = "noise", .training = 1, .loss_scale = 1.0, .step = 1, .x = s.x_all, .dy = s.dy_all};
+  one.rank_tokens[0] = s.total;
+  rig_step_begin(&alone, &whole, &one);
+  pmoe_stash *here = NULL, *there = NULL;
+  pmoe_stash_config cfg = stash_of(&c, 0), all = PMOE_CONFIG_INIT(pmoe_stash_config);
+  all.max_tokens = s.total;
+  CHECK(failures, pmoe_stash_create(spread.layer, &cfg, NULL, 0, &here) == PMOE_OK, "%s", pmoe_last_error());
+  CHECK(failures, pmoe_stash_create(alone.layer, &all, NULL, 0, &there) == PMOE_OK, "%s", pmoe_last_error());
+  CHECK(failures, rig_forward(&spread, here, &s) == PMOE_OK, "%s", pmoe_last_error());
+  CHECK(failures, rig_forward(&alone, there, &whole) == PMOE_OK, "%s", pmoe_last_error());
+  pmoe_routing a = PMOE_CONFIG_INIT(pmoe_routing), b = a;
+  CHECK(failures, pmoe_stash_routing(here, &a) == PMOE_OK && pmoe_stash_routing(there, &b) == PMOE_OK, "%s",
+        pmoe_last_error());
+  for (int64_t i = 0; i < a.tokens * a.top_k && !failures; i++) {
+    int64_t j = s.own_first * a.top_k + i;
+    CHECK(failures, a.expert[i] == b.expert[j] && a.weight[i] == b.weight[j], "choice %lld of source %d", (long long)i,
+          p.source);
+  }
+  pmoe_stash_destroy(here);
+  pmoe_stash_destroy(there);
+  rig_step_end(&s);
+  rig_step_end(&whole);
+  rig_destroy(&spread);
+  rig_destroy(&alone);
+  pmoe_topology_destroy(topology);
+  return failures;
+}
+
+static void test_noise_does_not_depend_on_the_layout(void **state) {
+  (void)state;
+  each(noise);
+}
+
 /* ---- the same bits ---- */
 
 typedef struct outcome {
@@ -372,6 +420,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_memory_of_the_caller_suffices),
       cmocka_unit_test(test_first_values_do_not_depend_on_the_layout),
+      cmocka_unit_test(test_noise_does_not_depend_on_the_layout),
       cmocka_unit_test(test_the_same_bits),
       cmocka_unit_test(test_wrong_input_of_one_rank),
       cmocka_unit_test(test_a_stash_too_small_for_the_group),
