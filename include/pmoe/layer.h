@@ -17,8 +17,8 @@ typedef struct pmoe_layer_config {
   int32_t ep;                           /* expert-parallel size of this layer; 0: the topology's */
   const pmoe_gate_config *gate;         /* required */
   const pmoe_a2a_config *a2a;           /* NULL: eager, no bound */
-  const pmoe_experts_config *experts;   /* required */
-  const pmoe_residual_config *residual; /* NULL: none */
+  const pmoe_experts_config *experts;   /* required; inner is over all ETP ranks, of which each has a part */
+  const pmoe_residual_config *residual; /* NULL: none; inner is over all TP ranks */
   /* Whose tokens the losses are taken over (retained): micro_batch the ranks that split one micro-batch (context and
    * sequence parallel; NULL: this rank alone), loss_global those of global_aux_coef (NULL: all ranks of the stage). */
   pmoe_comm *micro_batch, *loss_global;
@@ -28,7 +28,9 @@ typedef struct pmoe_layer_config {
 
 typedef struct pmoe_stash_config {
   size_t size;
-  int64_t max_tokens; /* largest T this stash serves */
+  /* Largest T this stash serves. With sequence parallelism and a dense branch, TP times as many is the most that the
+   * ranks of the TP group bring together. */
+  int64_t max_tokens;
   /* Largest R; more is an error on every rank of the group (ERR_ARG). 0: the a2a's bound, or (eager without a bound)
    * grow with what comes, up to a sixteenth beyond it. */
   int64_t max_recv_rows;
@@ -58,14 +60,19 @@ PMOE_API void pmoe_stash_destroy(pmoe_stash *stash);
  * scratch. */
 PMOE_API pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmoe_stash_config *cfg, size_t *bytes);
 
-/* Collective over the layer's EP group. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on each rank and
- * T = 0 included. x is borrowed until the backward of this stash is done and must keep its values; y must not overlap
- * x. step NULL: evaluation, no mask. A masked token's y is zero; with a dense branch its x must be finite. An argument
- * error on one rank is returned there and makes the peers' call fail with ERR_COMM; outputs stay untouched then. */
+/* Collective over the ranks that together hold all experts, and over the TP group if its ranks bring the same tokens or
+ * share a dense branch. Without sequence parallelism the ranks of a TP group give the same x and step (another T is
+ * ERR_MISMATCH) and get the same y; each routes a slice of the tokens, larger slices first, and losses, metrics,
+ * capacity and the stash's routing are of the slice. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on
+ * each rank and T = 0 included. x is borrowed until the backward of this stash is done and must keep its values; y must
+ * not overlap x. step NULL: evaluation, no mask. A masked token's y is zero; with a dense branch its x must be finite.
+ * An argument error on one rank is returned there and makes the peers' call fail with ERR_COMM; outputs stay untouched
+ * then. */
 PMOE_API pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
                                         pmoe_mat *y, pmoe_stream stream);
 
-/* Collective over the layer's EP group (WEIGHT: local). dy, dx [T,H]; dx is written. Parameter gradients are added to:
+/* Collective as forward is (WEIGHT: local). dy, dx [T,H]; dx is written. Without sequence parallelism dy is the same on
+ * the ranks of a TP group, and so is dx. Parameter gradients are added to:
  * unscaled sums over this rank's tokens (experts: over all tokens that reached them). loss_scale multiplies the
  * gradients of the aux and z losses; use what turns this rank's mean losses into the units of dy. WEIGHT needs dy
  * unchanged since INPUT and ignores dx (may be NULL). ERR_STATE without a forward to go back from. */

@@ -5,7 +5,7 @@
 
 typedef struct pmoe_metrics {
   size_t size;
-  int64_t tokens, masked;   /* T, masked tokens */
+  int64_t tokens, masked;   /* that this rank routes, and how many of them are masked */
   int64_t routed, dropped;  /* choices with and without a slot */
   int64_t nonfinite;        /* tokens with a NaN or infinite logit */
   int64_t recv_rows;        /* R */

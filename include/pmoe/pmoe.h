@@ -9,6 +9,7 @@
 #include <pmoe/layer.h>
 #include <pmoe/metrics.h>
 #include <pmoe/params.h>
+#include <pmoe/pipeline.h>
 #include <pmoe/residual.h>
 #include <pmoe/topology.h>
 #include <pmoe/types.h>

@@ -50,13 +50,7 @@ static pmoe_status from_groups(world *w, const layout *l, pmoe_topology **out) {
   return status;
 }
 
-/* This rank's place among the ranks that route tokens: TP neighbours are neighbours. */
-typedef struct place {
-  int32_t sources, source, tp, stage_of_pipeline;
-  pmoe_comm *stage;
-} place;
-
-static int find_place(world *w, pmoe_topology *topology, const layout *l, place *out) {
+static int find_place(world *w, pmoe_topology *topology, const layout *l, layout_place *out) {
   int failures = 0;
   pmoe_comm *tp, *dense_dp;
   CHECK(failures, pmoe_topology_stage(topology, &tp, &out->stage) == PMOE_OK, "%s", pmoe_last_error());
@@ -74,7 +68,7 @@ static int find_place(world *w, pmoe_topology *topology, const layout *l, place 
 }
 
 /* With the same tokens on the ranks of a TP group each routes a slice; the first ones are larger. */
-static void draw_tokens(const layout_case *c, const place *p, uint64_t step, rig_plan *plan) {
+void layout_draw_tokens(const layout_case *c, const layout_place *p, uint64_t step, rig_plan *plan) {
   plan->num_ranks = p->sources;
   plan->rank = p->source;
   bool replicated = p->tp > 1 && !c->layout.sp;
@@ -83,6 +77,7 @@ static void draw_tokens(const layout_case *c, const place *p, uint64_t step, rig
     uint64_t at = step * 16 + (uint64_t)group;
     int64_t all = layout_draw(c->seed, at, c->most_tokens * plan->replicas + 1);
     if (layout_draw(c->seed, 900 + at, 6) == 0) all = 0;
+    if (c->even > 0) all = c->even / (p->sources / plan->replicas);
     for (int32_t i = 0; i < plan->replicas; i++)
       plan->rank_tokens[group * plan->replicas + i] = all / plan->replicas + (i < all % plan->replicas);
   }
@@ -109,11 +104,11 @@ static int check_loss(rig *r, const pmoe_stash *stash, const rig_step *s, pmoe_c
                         .dy = s->dy_all,
                         .mask = s->mask_all};
   double expected = oracle_objective(r->model, &batch), size = sqrt((double)(s->total * r->spec.hidden) + 1.0);
-  double tolerance = (r->spec.experts.dtype == PMOE_F32 ? 2e-5 : 1e-2) * (size + fabs(expected));
+  double tolerance = (r->spec.experts.dtype == PMOE_F32 ? 4e-5 : 1e-2) * (size + fabs(expected));
   return failures + test_compare_one("loss of all ranks", (double)sum, expected, tolerance);
 }
 
-static int run_step(rig *r, const layout_case *c, const place *p, const rig_plan *plan) {
+static int run_step(rig *r, const layout_case *c, const layout_place *p, const rig_plan *plan) {
   int failures = 0;
   pmoe_stash_config cfg = PMOE_CONFIG_INIT(pmoe_stash_config);
   cfg.max_tokens = c->most_tokens * p->tp;
@@ -134,14 +129,14 @@ static int run_step(rig *r, const layout_case *c, const place *p, const rig_plan
   return failures;
 }
 
-static int train_step(rig *r, const layout_case *c, const place *p, uint64_t n, const char *name) {
+static int train_step(rig *r, const layout_case *c, const layout_place *p, uint64_t n, const char *name) {
   int failures = 0;
   char label[192];
   snprintf(label, sizeof label, "%s, step %d source %d", name, (int)n, p->source);
   rig_plan plan = {.label = label, .training = 1, .loss_scale = 1.5, .seed = c->seed + n, .step = n};
   plan.masked = c->masked;
   plan.pad = (int)layout_draw(c->seed, n, 3);
-  draw_tokens(c, p, n, &plan);
+  layout_draw_tokens(c, p, n, &plan);
   rig_zero_grads(r);
   failures += run_step(r, c, p, &plan);
   int64_t total = 1;
@@ -157,30 +152,45 @@ static int train_step(rig *r, const layout_case *c, const place *p, uint64_t n, 
   return failures;
 }
 
-int layout_train(world *w) {
+int layout_topology(world *w, const layout *l, pmoe_topology **topology, layout_place *place) {
   int failures = 0;
+  pmoe_topology_config cfg = config_of(l);
+  CHECK(failures, pmoe_topology_create(w->ctx, w->comm, &cfg, topology) == PMOE_OK, "%s", pmoe_last_error());
+  return failures ? failures : find_place(w, *topology, l, place);
+}
+
+int layout_open(world *w, const layout_case *c, pmoe_topology **topology, layout_place *place, rig *r) {
+  int failures = 0;
+  char name[128];
+  layout_name(c, name, sizeof name);
+  if (c->host_groups) {
+    CHECK(failures, from_groups(w, &c->layout, topology) == PMOE_OK, "%s: %s", name, pmoe_last_error());
+    if (!failures) failures += find_place(w, *topology, &c->layout, place);
+  } else {
+    failures += layout_topology(w, &c->layout, topology, place);
+  }
+  rig_spec spec = c->spec;
+  spec.ep = c->layout.ep;
+  spec.layer_id = place->stage_of_pipeline;
+  pmoe_status status = failures ? PMOE_ERR_STATE : rig_create(r, w->ctx, *topology, &spec);
+  CHECK(failures, status == PMOE_OK, "%s: %s", name, pmoe_last_error());
+  return failures;
+}
+
+int layout_train(world *w) {
   const layout_case *c = w->arg;
   char name[128];
   layout_name(c, name, sizeof name);
   pmoe_topology *topology = NULL;
-  place p = {0};
-  pmoe_topology_config cfg = config_of(&c->layout);
-  pmoe_status made =
-      c->host_groups ? from_groups(w, &c->layout, &topology) : pmoe_topology_create(w->ctx, w->comm, &cfg, &topology);
-  CHECK(failures, made == PMOE_OK, "%s: %s", name, pmoe_last_error());
-  if (!failures) failures += find_place(w, topology, &c->layout, &p);
-  rig r;
-  rig_spec spec = c->spec;
-  spec.ep = c->layout.ep;
-  spec.layer_id = p.stage_of_pipeline;
-  pmoe_status status = failures ? PMOE_ERR_STATE : rig_create(&r, w->ctx, topology, &spec);
-  CHECK(failures, status == PMOE_OK, "%s: %s", name, pmoe_last_error());
+  layout_place p = {0};
+  rig r = {0};
+  int failures = layout_open(w, c, &topology, &p, &r);
   if (!failures && c->pile_up) {
     r.model->tensor[ORACLE_ROUTER_BIAS].data[0] = 40.0;
     rig_load(&r);
   }
   for (int n = 0; n < c->steps && !failures; n++) failures += train_step(&r, c, &p, (uint64_t)n, name);
-  if (status == PMOE_OK) rig_destroy(&r);
+  if (r.layer) rig_destroy(&r);
   pmoe_topology_destroy(topology);
   return failures;
 }

@@ -15,10 +15,25 @@ typedef struct layout_case {
   layout layout;
   rig_spec spec; /* ep is the layout's; layer_id counts pipeline stages */
   int masked, split, pile_up, steps;
+  int64_t even;    /* tokens of all ranks together, evenly spread; 0: drawn */
   int host_groups; /* the topology comes from communicators instead of sizes */
   uint64_t seed;
   int64_t most_tokens; /* of one rank; tokens are drawn from 0 to it */
 } layout_case;
+
+/* This rank's place among the ranks that route tokens: TP neighbours are neighbours. */
+typedef struct layout_place {
+  int32_t sources, source, tp, stage_of_pipeline;
+  pmoe_comm *stage;
+} layout_place;
+
+/* A topology and this rank's place in it. Number of failures. */
+int layout_topology(world *w, const layout *l, pmoe_topology **topology, layout_place *place);
+
+/* The parts of layout_train: a topology and this rank's place in it, a layer and its reference, the tokens of a step.
+ * Numbers of failures. */
+int layout_open(world *w, const layout_case *c, pmoe_topology **topology, layout_place *place, rig *r);
+void layout_draw_tokens(const layout_case *c, const layout_place *place, uint64_t step, rig_plan *plan);
 
 /* The body of a rank, for world_run(c->layout.world, layout_train, c). */
 int layout_train(world *w);

@@ -31,8 +31,9 @@ static const layout layouts[] = {
     {4, 2, 2, 1, 2, 2, 1, NULL},
     {4, 2, 1, 1, 2, 2, 0, FIRST_EP},
     {4, 2, 1, 1, 2, 2, 0, FIRST_DP},
-    {4, 2, 1, 1, 2, 1, 0, FIRST_DP}, /* TP groups and expert groups cross */
+    {4, 2, 1, 1, 2, 1, 0, "ep-dp-cp-tp-pp"}, /* TP groups and expert groups cross */
     {4, 2, 1, 1, 2, 1, 1, "ep-dp-cp-tp-pp"},
+    {8, 2, 1, 1, 2, 1, 0, "ep-dp-cp-tp-pp"},
     {6, 2, 1, 1, 3, 1, 0, NULL},
     {6, 3, 1, 1, 2, 3, 0, NULL},
     {6, 1, 3, 1, 3, 2, 0, NULL},

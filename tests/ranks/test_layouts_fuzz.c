@@ -80,7 +80,7 @@ static layout_case draw_case(uint64_t seed) {
   /* Probabilities of nearly 1 are equal in float32, but not in the reference. */
   if (c.pile_up) c.spec.gate.drop = PMOE_DROP_POSITION;
   c.spec.gate.bias = c.pile_up || roll(&d, 2);
-  c.spec.slack = 10.0; /* sums that cancel turn up among many cases */
+  c.spec.slack = 50.0; /* sums that cancel turn up among many cases; what is wrong is wrong by far more */
   c.steps = 2;
   c.host_groups = roll(&d, 3) == 0;
   if (c.spec.gate.capacity_factor > 0.0f && roll(&d, 3) == 0) {
