@@ -157,13 +157,31 @@ static pmoe_status compare_lengths(pmoe_comm *comm, const char *what, int64_t n,
   return PMOE_OK;
 }
 
+/* Room for the ranks' values of everything (small) or of one slice, and for the slice's sum. */
+typedef struct sum_room {
+  int64_t chunk, slice, gathered;
+} sum_room;
+
+static sum_room room_for(const pmoe_comm *comm, int64_t n, size_t size) {
+  sum_room room = {.chunk = SUM_CHUNK_BYTES / (int64_t)size};
+  int64_t small = SUM_SMALL_BYTES / (int64_t)size;
+  if (n < room.chunk) room.chunk = n > 0 ? n : 1;
+  room.slice = room.chunk / comm->nranks + 1;
+  room.gathered = room.slice * comm->nranks;
+  if (room.gathered < small) room.gathered = small;
+  return room;
+}
+
+size_t pmoei_allreduce_scratch_bytes(const pmoe_comm *comm, int64_t n, pmoei_sum type) {
+  size_t size = sum_size(type);
+  sum_room room = room_for(comm, n, size);
+  return (size_t)(room.gathered + room.slice) * size;
+}
+
 pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type) {
   size_t size = sum_size(type);
-  int64_t chunk = SUM_CHUNK_BYTES / (int64_t)size;
-  if (n < chunk) chunk = n > 0 ? n : 1;
-  /* Room for the ranks' values of everything (small) or of one slice, and for the slice's sum. */
-  int64_t slice = chunk / comm->nranks + 1, gathered = slice * comm->nranks, small = SUM_SMALL_BYTES / (int64_t)size;
-  if (gathered < small) gathered = small;
+  sum_room room = room_for(comm, n, size);
+  int64_t chunk = room.chunk, slice = room.slice, gathered = room.gathered;
   void *base = NULL;
   int32_t frame = 0;
   pmoe_status status = pmoei_scratch_open(comm->ctx, (size_t)(gathered + slice) * size, &base, &frame);

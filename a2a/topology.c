@@ -17,6 +17,7 @@ typedef struct ep_groups {
 struct pmoe_topology {
   pmoe_ctx *ctx;
   pmoe_comm *stage, *tp, *dense_dp; /* ranks of this pipeline stage, and its parts for dense layers */
+  pmoe_comm *micro_batch;           /* ranks that share a micro-batch's tokens: TP x CP */
   bool sp;
   bool from_host;       /* no size can be added, and there is no grid */
   pmoei_rank_grid grid; /* of the world, with the topology's own expert-parallel size */
@@ -39,6 +40,7 @@ void pmoe_topology_destroy(pmoe_topology *topology) {
     destroy_groups(ctx, groups);
     groups = next;
   }
+  pmoei_comm_release(topology->micro_batch);
   pmoei_comm_release(topology->dense_dp);
   pmoei_comm_release(topology->tp);
   pmoei_comm_release(topology->stage);
@@ -175,6 +177,7 @@ pmoe_status pmoei_topology_layer_groups(pmoe_topology *topology, int32_t ep, pmo
                               .dense_dp = topology->dense_dp,
                               .tp = topology->tp,
                               .stage = topology->stage,
+                              .micro_batch = topology->micro_batch,
                               .etp = topology->etp,
                               .sp = topology->sp,
                               .tp_inside_exchange = groups->tp_inside};
@@ -219,7 +222,9 @@ static pmoe_status connect_dense(pmoe_topology *topology) {
   int32_t cp_rank = pmoei_rank_grid_coordinate(grid, grid->dense, PMOEI_AXIS_CP, topology->world_rank);
   int32_t dp_rank = pmoei_rank_grid_coordinate(grid, grid->dense, PMOEI_AXIS_DP, topology->world_rank);
   int32_t copy = dp_rank * grid->dense[PMOEI_AXIS_CP] + cp_rank;
+  int32_t shared = tp * grid->dense[PMOEI_AXIS_CP];
   PMOEI_TRY(take_part(topology, tp, true, copy, tp_rank, &topology->tp));
+  PMOEI_TRY(take_part(topology, shared, true, dp_rank, stage->rank, &topology->micro_batch));
   return take_part(topology, stage->nranks / tp, true, tp_rank, stage->rank, &topology->dense_dp);
 }
 
@@ -275,6 +280,7 @@ static pmoe_status adopt_all(pmoe_ctx *ctx, const pmoe_groups *groups, pmoe_topo
   topology->etp = groups->etp ? groups->etp->nranks : 1;
   topology->sp = groups->sp && groups->tp && groups->tp->nranks > 1;
   PMOEI_TRY(share_or_self(ctx, groups->tp, &topology->tp));
+  PMOEI_TRY(share_or_self(ctx, groups->micro_batch ? groups->micro_batch : groups->tp, &topology->micro_batch));
   ep_groups *own, *alone;
   PMOEI_TRY(adopt(topology, topology->own_ep, groups->expert_dp, &own));
   if (topology->etp == 1) own->exchange = share(groups->ep);
@@ -315,7 +321,8 @@ pmoe_status pmoe_topology_from_groups(pmoe_ctx *ctx, const pmoe_groups *groups, 
 /* ---- layers' references ---- */
 
 static void each_group(const pmoei_layer_groups *groups, void (*visit)(pmoe_comm *comm)) {
-  pmoe_comm *const comms[] = {groups->exchange, groups->expert_dp, groups->dense_dp, groups->tp, groups->stage};
+  pmoe_comm *const comms[] = {groups->exchange, groups->expert_dp, groups->dense_dp,
+                              groups->tp,       groups->stage,     groups->micro_batch};
   for (size_t i = 0; i < sizeof comms / sizeof comms[0]; i++)
     if (comms[i]) visit(comms[i]);
 }

@@ -8,9 +8,9 @@
 
 /* Borrowed communicators; a group of one where there is none. */
 typedef struct pmoei_layer_groups {
-  pmoe_comm *exchange;             /* EP x ETP: rank ep_rank * etp + etp_rank */
-  pmoe_comm *expert_dp, *dense_dp; /* copies of the same experts' shards; of the same shard of dense parameters */
-  pmoe_comm *tp, *stage;
+  pmoe_comm *exchange;                 /* EP x ETP: rank ep_rank * etp + etp_rank */
+  pmoe_comm *expert_dp, *dense_dp;     /* copies of the same experts' shards; of the same shard of dense parameters */
+  pmoe_comm *tp, *stage, *micro_batch; /* micro_batch: ranks that share a micro-batch's tokens */
   int32_t etp;
   bool sp;                 /* the ranks of tp bring different tokens */
   bool tp_inside_exchange; /* whoever is in this rank's TP group is in its exchange group too */

@@ -90,6 +90,9 @@ pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_exchange_now(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
 
+/* Scratch that pmoei_allreduce opens at most. */
+size_t pmoei_allreduce_scratch_bytes(const pmoe_comm *comm, int64_t n, pmoei_sum type);
+
 /* This rank cannot go on inside a collective call: the peers' pending collectives return ERR_COMM with this rank and
  * reason (this thread's last error when why is NULL). Returns `status`, leaving this thread's last error as it was. */
 pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why);

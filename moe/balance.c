@@ -22,8 +22,9 @@ static void take_comm(pmoe_comm **to, pmoe_comm *comm) {
 
 pmoe_status pmoei_layer_create_balance(pmoe_layer *layer) {
   int64_t experts = layer->gate_cfg.num_experts;
+  pmoe_comm *micro = layer->cfg.micro_batch ? layer->cfg.micro_batch : layer->groups.micro_batch;
   pmoe_comm *global = layer->cfg.loss_global ? layer->cfg.loss_global : layer->groups.stage;
-  if (pmoei_gate_has_losses(layer->gate)) take_comm(&layer->micro_batch, layer->cfg.micro_batch);
+  if (pmoei_gate_has_losses(layer->gate)) take_comm(&layer->micro_batch, micro);
   if (layer->gate_cfg.global_aux_coef > 0) take_comm(&layer->loss_global, global);
   PMOEI_TRY(pmoe_gate_set_loss_sums(layer->gate, sum_of(layer->micro_batch), sum_of(layer->loss_global)));
   layer->load.values.size = sizeof layer->load.values;
@@ -49,6 +50,18 @@ pmoe_status pmoei_layer_agree_on_losses(pmoe_layer *layer, pmoe_status mine) {
   for (int i = 0; i < 2; i++)
     if (comms[i] && comms[i]->nranks > 1) mine = pmoei_comm_agree(comms[i], "pmoe_layer_forward", mine);
   return mine;
+}
+
+size_t pmoei_layer_loss_scratch(const pmoe_layer *layer) {
+  int64_t numbers = pmoei_gate_loss_rows(layer->gate, layer->cfg.max_sequences) * (layer->gate_cfg.num_experts + 1);
+  pmoe_comm *comms[] = {layer->micro_batch, layer->loss_global};
+  size_t most = 0;
+  for (int i = 0; i < 2; i++) {
+    if (!comms[i] || comms[i]->nranks == 1) continue;
+    size_t bytes = pmoei_scratch_frame_bytes(pmoei_allreduce_scratch_bytes(comms[i], numbers, PMOEI_SUM_I64));
+    most = bytes > most ? bytes : most;
+  }
+  return most;
 }
 
 void pmoei_layer_fail_losses(pmoe_layer *layer, pmoe_status status) {

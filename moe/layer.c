@@ -276,9 +276,16 @@ static pmoe_status take_groups(pmoe_layer *layer, pmoe_topology *topology) {
   PMOEI_REQUIRE(layer->cfg.ep <= 1, "config->ep is %d without a topology; 0 or 1 was expected", layer->cfg.ep);
   pmoe_comm *self;
   PMOEI_TRY(pmoe_comm_self(layer->ctx, &self));
-  layer->groups = (pmoei_layer_groups){self, self, self, self, self, 1, false, true};
+  layer->groups = (pmoei_layer_groups){.exchange = self,
+                                       .expert_dp = self,
+                                       .dense_dp = self,
+                                       .tp = self,
+                                       .stage = self,
+                                       .micro_batch = self,
+                                       .etp = 1,
+                                       .tp_inside_exchange = true};
   pmoei_layer_groups_retain(&layer->groups);
-  pmoei_comm_release(self); /* five references are left */
+  pmoei_comm_release(self); /* the groups have their own references */
   return PMOE_OK;
 }
 
@@ -325,8 +332,9 @@ size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, pmoei_tokens tokens, i
   size_t tp = pmoei_tp_scratch_bytes(layer, tokens.own, larger_count(tokens.given, tokens.branch));
   /* under a movement runs the branch with its own movements, or the experts' weight gradients */
   size_t under = larger(larger(branch, tp), pmoei_experts_scratch_bytes(layer->experts, rows));
-  return larger(movement + pmoei_scratch_frame_bytes(under),
-                pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens.own, layer->cfg.max_sequences)));
+  size_t gate = pmoei_scratch_frame_bytes(pmoei_gate_scratch_bytes(layer->gate, tokens.own, layer->cfg.max_sequences)) +
+                pmoei_layer_loss_scratch(layer);
+  return larger(movement + pmoei_scratch_frame_bytes(under), gate);
 }
 
 void pmoei_layer_retain(pmoe_layer *layer) { layer->refs++; }

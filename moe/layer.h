@@ -125,6 +125,8 @@ void pmoei_layer_destroy_balance(pmoe_layer *layer);
 bool pmoei_layer_shares_losses(const pmoe_layer *layer);
 /* Before such a forward: every rank brings the outcome of its checks, as in pmoei_comm_agree. */
 pmoe_status pmoei_layer_agree_on_losses(pmoe_layer *layer, pmoe_status mine);
+/* Scratch of the sums over ranks. */
+size_t pmoei_layer_loss_scratch(const pmoe_layer *layer);
 /* This rank failed after that. */
 void pmoei_layer_fail_losses(pmoe_layer *layer, pmoe_status status);
 void pmoei_layer_note_load(pmoe_layer *layer, const pmoe_step *step, const pmoe_gate_stats *stats,

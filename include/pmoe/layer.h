@@ -19,8 +19,8 @@ typedef struct pmoe_layer_config {
   const pmoe_a2a_config *a2a;           /* NULL: eager, no bound */
   const pmoe_experts_config *experts;   /* required; inner is over all ETP ranks, of which each has a part */
   const pmoe_residual_config *residual; /* NULL: none; inner is over all TP ranks */
-  /* Whose tokens the losses are taken over (retained): micro_batch the ranks that split one micro-batch (context and
-   * sequence parallel; NULL: this rank alone), loss_global those of global_aux_coef (NULL: all ranks of the stage). */
+  /* Whose tokens the losses are taken over (retained): micro_batch the ranks that share one micro-batch (NULL: the
+   * topology's TP x CP), loss_global those of global_aux_coef (NULL: all ranks of the stage). */
   pmoe_comm *micro_batch, *loss_global;
   int32_t max_sequences; /* seq_aux_coef: the most sequences of a micro-batch; 1 or more is required then */
   float load_decay;      /* of the moving averages in pmoe_load; 0: 0.99 */

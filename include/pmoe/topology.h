@@ -53,6 +53,9 @@ typedef struct pmoe_groups {
   pmoe_comm *ep, *expert_dp, *dense_dp;
   pmoe_comm *tp, *etp, *stage;
   int32_t sp; /* as in pmoe_topology_config */
+  /* The ranks that share the tokens of one micro-batch (TP x CP): their routers' losses are taken over all of them.
+   * NULL: the tp group. */
+  pmoe_comm *micro_batch;
 } pmoe_groups;
 PMOE_API pmoe_status pmoe_topology_from_groups(pmoe_ctx *ctx, const pmoe_groups *groups, pmoe_topology **out);
 

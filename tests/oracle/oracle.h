@@ -40,6 +40,7 @@ typedef struct oracle_batch {
   int64_t tokens;             /* of all ranks */
   int32_t num_ranks;          /* source ranks: capacity, losses and statistics are each rank's own */
   const int64_t *rank_tokens; /* [num_ranks]; NULL for one rank */
+  const int32_t *loss_group;  /* [num_ranks] ranks of one number share their losses; NULL: each has its own */
   int32_t training;
   double loss_scale;
   const double *x, *dy;        /* [T,H]; dy NULL: forward alone */
@@ -53,14 +54,16 @@ typedef struct oracle_result {
   int64_t tokens;
   int32_t num_ranks;
   double *y, *dx;            /* [T,H] */
-  double *logits, *prob;     /* [T,E] */
+  double *logits, *raw;      /* [T,E] raw: scores */
+  double *prob;              /* [T,E] scores divided by their sum */
   int32_t *expert;           /* [T,K]; -1 for masked tokens */
   int64_t *slot;             /* [T,K] place in the order of keeping, or -1 */
   double *score, *weight;    /* [T,K] before normalisation; finished */
   double *dweight;           /* [T,K] */
   int64_t *count, *rows;     /* [ranks,E] choices before and after dropping */
   int64_t *capacity;         /* [ranks] 0: dropless */
-  double *aux_loss, *z_loss; /* [ranks] */
+  double *aux_loss, *z_loss; /* [ranks] each rank's share */
+  double *global_aux_loss;   /* [ranks] */
   double *moe, *mlp;         /* [T,H] */
   double *mix;               /* [T,2] scale and branch_scale */
 } oracle_result;
@@ -87,7 +90,9 @@ double oracle_objective(oracle_model *model, const oracle_batch *batch);
 int64_t oracle_capacity(int64_t tokens, int32_t num_experts, int32_t top_k, double factor, int32_t min_capacity);
 void oracle_gate_forward(const oracle_model *model, const oracle_batch *batch, int32_t rank, int64_t first,
                          int64_t tokens, oracle_result *result);
-void oracle_gate_backward(oracle_model *model, const oracle_batch *batch, int64_t first, int64_t tokens,
+/* Once all ranks' tokens have been routed. */
+void oracle_losses(const oracle_model *model, const oracle_batch *batch, oracle_result *result);
+void oracle_gate_backward(oracle_model *model, const oracle_batch *batch, int32_t rank, int64_t first, int64_t tokens,
                           oracle_result *result);
 
 double oracle_act(pmoe_act act, const double *pre, int64_t i, int64_t inner);

@@ -149,6 +149,7 @@ static oracle_result *result_create(const oracle_model *model, const oracle_batc
   r->mix = zeros(t * 2, sizeof(double));
   r->logits = zeros(t * e, sizeof(double));
   r->prob = zeros(t * e, sizeof(double));
+  r->raw = zeros(t * e, sizeof(double));
   r->expert = zeros(t * k, sizeof(int32_t));
   r->slot = zeros(t * k, sizeof(int64_t));
   r->score = zeros(t * k, sizeof(double));
@@ -159,6 +160,7 @@ static oracle_result *result_create(const oracle_model *model, const oracle_batc
   r->capacity = zeros(r->num_ranks, sizeof(int64_t));
   r->aux_loss = zeros(r->num_ranks, sizeof(double));
   r->z_loss = zeros(r->num_ranks, sizeof(double));
+  r->global_aux_loss = zeros(r->num_ranks, sizeof(double));
   return r;
 }
 
@@ -169,10 +171,14 @@ oracle_result *oracle_run(oracle_model *model, const oracle_batch *batch) {
     int64_t tokens = batch->rank_tokens ? batch->rank_tokens[rank] : batch->tokens;
     oracle_gate_forward(model, batch, rank, first, tokens, result);
     for (int64_t t = first; t < first + tokens; t++) token_forward(model, batch, t, result);
-    if (batch->dy) {
-      for (int64_t t = first; t < first + tokens; t++) token_backward(model, batch, t, result);
-      oracle_gate_backward(model, batch, first, tokens, result);
-    }
+    first += tokens;
+  }
+  oracle_losses(model, batch, result);
+  first = 0;
+  for (int32_t rank = 0; rank < result->num_ranks && batch->dy; rank++) {
+    int64_t tokens = batch->rank_tokens ? batch->rank_tokens[rank] : batch->tokens;
+    for (int64_t t = first; t < first + tokens; t++) token_backward(model, batch, t, result);
+    oracle_gate_backward(model, batch, rank, first, tokens, result);
     first += tokens;
   }
   return result;
@@ -180,8 +186,10 @@ oracle_result *oracle_run(oracle_model *model, const oracle_batch *batch) {
 
 void oracle_result_destroy(oracle_result *r) {
   if (!r) return;
-  void *arrays[] = {r->y,     r->dx,     r->moe,     r->mlp,   r->mix,  r->logits,   r->prob,     r->expert, r->slot,
-                    r->score, r->weight, r->dweight, r->count, r->rows, r->capacity, r->aux_loss, r->z_loss};
+  void *arrays[] = {r->y,     r->dx,     r->moe,      r->mlp,      r->mix,    r->logits,
+                    r->prob,  r->expert, r->slot,     r->score,    r->weight, r->dweight,
+                    r->count, r->rows,   r->capacity, r->aux_loss, r->z_loss, r->global_aux_loss,
+                    r->raw};
   for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) free(arrays[i]);
   free(r);
 }
@@ -192,7 +200,8 @@ double oracle_objective(oracle_model *model, const oracle_batch *batch) {
   oracle_result *result = oracle_run(model, &forward);
   double sum = 0.0;
   for (int64_t i = 0; i < batch->tokens * model->hidden; i++) sum += batch->dy[i] * result->y[i];
-  for (int32_t r = 0; r < result->num_ranks; r++) sum += batch->loss_scale * (result->aux_loss[r] + result->z_loss[r]);
+  for (int32_t r = 0; r < result->num_ranks; r++)
+    sum += batch->loss_scale * (result->aux_loss[r] + result->z_loss[r] + result->global_aux_loss[r]);
   oracle_result_destroy(result);
   return sum;
 }

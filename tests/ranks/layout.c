@@ -3,6 +3,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 int64_t layout_draw(uint64_t seed, uint64_t place, int64_t below) {
   uint64_t x = seed * 0x9e3779b97f4a7c15u + place * 0xd1342543de82ef95u + 0x2545f4914f6cdd1du;
@@ -32,13 +33,15 @@ static pmoe_topology_config config_of(const layout *l) {
 
 /* As a host would: a communicator for each kind of group. */
 static pmoe_status from_groups(world *w, const layout *l, pmoe_topology **out) {
-  static const char *const names[] = {"ep", "expt_dp", "dp_cp", "tp", "expt_tp", "tp_dp_cp"};
+  enum { KINDS = 7 };
+  static const char *const names[KINDS] = {"ep", "expt_dp", "dp_cp", "tp", "expt_tp", "tp_dp_cp", "tp_cp"};
   pmoe_groups groups = PMOE_CONFIG_INIT(pmoe_groups);
-  pmoe_comm **comms[] = {&groups.ep, &groups.expert_dp, &groups.dense_dp, &groups.tp, &groups.etp, &groups.stage};
+  pmoe_comm **comms[KINDS] = {&groups.ep,  &groups.expert_dp, &groups.dense_dp,   &groups.tp,
+                              &groups.etp, &groups.stage,     &groups.micro_batch};
   pmoe_topology_config cfg = config_of(l);
   int32_t ranks[8];
   pmoe_status status = PMOE_OK;
-  for (int g = 0; g < 6 && status == PMOE_OK; g++) {
+  for (int g = 0; g < KINDS && status == PMOE_OK; g++) {
     pmoe_rank_lists lists = {0, 0, ranks};
     status = pmoe_topology_ranks(w->nranks, &cfg, names[g], &lists);
     for (int32_t i = 0; i < w->nranks && status == PMOE_OK; i++)
@@ -46,7 +49,7 @@ static pmoe_status from_groups(world *w, const layout *l, pmoe_topology **out) {
   }
   groups.sp = l->sp;
   if (status == PMOE_OK) status = pmoe_topology_from_groups(w->ctx, &groups, out);
-  for (int g = 0; g < 6; g++) pmoe_comm_destroy(*comms[g]);
+  for (int g = 0; g < KINDS; g++) pmoe_comm_destroy(*comms[g]);
   return status;
 }
 
@@ -58,9 +61,14 @@ static int find_place(world *w, pmoe_topology *topology, const layout *l, layout
   out->tp = pmoe_comm_size(tp);
   out->sources = pmoe_comm_size(out->stage);
   out->source = pmoe_comm_rank(dense_dp) * out->tp + pmoe_comm_rank(tp);
-  int32_t ranks[8];
+  int32_t ranks[8], own[2] = {out->source, 0}, all[2 * RIG_MAX_RANKS];
   pmoe_rank_lists lists = {0, 0, ranks};
   pmoe_topology_config cfg = config_of(l);
+  CHECK(failures, pmoe_topology_ranks(w->nranks, &cfg, "tp_cp", &lists) == PMOE_OK, "%s", pmoe_last_error());
+  for (int32_t i = 0; i < w->nranks; i++)
+    if (ranks[i] == w->rank) own[1] = i / lists.group_size;
+  CHECK(failures, pmoe_comm_allgather(out->stage, own, all, sizeof own) == PMOE_OK, "%s", pmoe_last_error());
+  for (int32_t i = 0; i < out->sources; i++) out->loss_group[all[2 * i]] = all[2 * i + 1];
   CHECK(failures, pmoe_topology_ranks(w->nranks, &cfg, "pp", &lists) == PMOE_OK, "%s", pmoe_last_error());
   for (int32_t i = 0; i < w->nranks; i++)
     if (ranks[i] == w->rank) out->stage_of_pipeline = i % lists.group_size;
@@ -73,6 +81,8 @@ void layout_draw_tokens(const layout_case *c, const layout_place *p, uint64_t st
   plan->rank = p->source;
   bool replicated = p->tp > 1 && !c->layout.sp;
   plan->replicas = replicated ? p->tp : 1;
+  plan->share_losses = 1;
+  memcpy(plan->loss_group, p->loss_group, sizeof plan->loss_group);
   for (int32_t group = 0; group < p->sources / plan->replicas; group++) {
     uint64_t at = step * 16 + (uint64_t)group;
     int64_t all = layout_draw(c->seed, at, c->most_tokens * plan->replicas + 1);
@@ -88,7 +98,7 @@ static int check_loss(rig *r, const pmoe_stash *stash, const rig_step *s, pmoe_c
   int failures = 0;
   pmoe_metrics m = PMOE_CONFIG_INIT(pmoe_metrics);
   CHECK(failures, pmoe_stash_metrics(stash, &m) == PMOE_OK, "%s", pmoe_last_error());
-  double loss = (double)(float)s->plan.loss_scale * (double)(m.aux_loss + m.z_loss);
+  double loss = (double)(float)s->plan.loss_scale * (double)(m.aux_loss + m.z_loss + m.global_aux_loss);
   for (int64_t t = 0; t < s->own_tokens; t++)
     for (int64_t j = 0; j < r->spec.hidden; j++)
       loss += s->dy_all[(s->own_first + t) * r->spec.hidden + j] *
@@ -98,6 +108,7 @@ static int check_loss(rig *r, const pmoe_stash *stash, const rig_step *s, pmoe_c
   oracle_batch batch = {.tokens = s->total,
                         .num_ranks = s->plan.num_ranks,
                         .rank_tokens = s->plan.rank_tokens,
+                        .loss_group = s->plan.share_losses ? s->plan.loss_group : NULL,
                         .training = s->plan.training,
                         .loss_scale = (double)(float)s->plan.loss_scale,
                         .x = s->x_all,

@@ -25,6 +25,7 @@ typedef struct layout_case {
 typedef struct layout_place {
   int32_t sources, source, tp, stage_of_pipeline;
   pmoe_comm *stage;
+  int32_t loss_group[RIG_MAX_RANKS]; /* of each source: those of one micro-batch share their losses */
 } layout_place;
 
 /* A topology and this rank's place in it. Number of failures. */

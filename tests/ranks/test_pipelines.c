@@ -207,8 +207,12 @@ static void reference_batch(const stage *s, oracle_model **model, int m) {
   for (int l = 0; l <= LAYERS; l++) x[l] = malloc((size_t)(n * HIDDEN) * sizeof **x);
   random_rows(s, 1, m, x[0]);
   random_rows(s, 2, m, dy);
-  oracle_batch batch = {
-      .tokens = n, .num_ranks = s->place.sources, .rank_tokens = rank_tokens, .training = 1, .loss_scale = 1.0};
+  oracle_batch batch = {.tokens = n,
+                        .num_ranks = s->place.sources,
+                        .rank_tokens = rank_tokens,
+                        .loss_group = s->place.loss_group,
+                        .training = 1,
+                        .loss_scale = 1.0};
   for (int pass = 0; pass < 2; pass++)
     for (int i = 0; i < LAYERS; i++) {
       int l = pass == 0 ? i : LAYERS - 1 - i;

@@ -53,7 +53,9 @@ typedef struct rig_plan {
   const char *label;
   int32_t num_ranks, rank;
   int64_t rank_tokens[RIG_MAX_RANKS]; /* which each rank routes */
-  int32_t replicas;                   /* that many neighbouring ranks are handed the tokens of them all; 0: 1 */
+  int32_t loss_group[RIG_MAX_RANKS];  /* ranks that share their losses have one number; set with share_losses */
+  int32_t share_losses;
+  int32_t replicas; /* that many neighbouring ranks are handed the tokens of them all; 0: 1 */
   int32_t training, masked;
   int32_t replay; /* the reference takes the library's choices (random features); one rank only */
   int32_t pad;    /* elements between rows */

@@ -186,6 +186,8 @@ static int check_metrics(const rig *r, const pmoe_stash *stash, const rig_step *
   double aux = expected->aux_loss[s->plan.rank], z = expected->z_loss[s->plan.rank];
   failures += test_compare_one("aux_loss", (double)m.aux_loss, aux, 2e-6 * (1.0 + fabs(aux)));
   failures += test_compare_one("z_loss", (double)m.z_loss, z, 2e-6 * (1.0 + fabs(z)));
+  double global = expected->global_aux_loss[s->plan.rank];
+  failures += test_compare_one("global_aux_loss", (double)m.global_aux_loss, global, 2e-6 * (1.0 + fabs(global)));
   failures += test_compare_one("load_max_over_mean", (double)m.load_max_over_mean, load, 1e-5);
   failures += test_compare_one("entropy", (double)m.entropy, entropy, 1e-5);
   return failures;
@@ -197,6 +199,7 @@ int rig_check(rig *r, const pmoe_stash *stash, const rig_step *s, int backward) 
   oracle_batch batch = {.tokens = s->total,
                         .num_ranks = s->plan.num_ranks,
                         .rank_tokens = s->plan.rank_tokens,
+                        .loss_group = s->plan.share_losses ? s->plan.loss_group : NULL,
                         .training = s->plan.training,
                         .loss_scale = (double)(float)s->plan.loss_scale,
                         .x = s->x_all,
