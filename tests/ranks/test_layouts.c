@@ -80,6 +80,8 @@ static void test_residual_and_masks(void **state) {
   (void)state;
   layout_case c = base();
   c.masked = 1;
+  c.spec.gate.score = PMOE_SCORE_SIGMOID;
+  c.spec.gate.global_aux_coef = 0.3f;
   c.spec.gate.capacity_factor = 0.8f;
   c.spec.residual = (pmoe_residual_config){sizeof c.spec.residual, PMOE_MIX_LEARNED, 11, PMOE_ACT_SWIGLU, 1, 0, 0};
   each_layout(&c);

@@ -47,7 +47,9 @@ static layout draw_layout(dice *d) {
 static void draw_gate(dice *d, pmoe_gate_config *gate) {
   gate->num_experts = 2 + (int32_t)roll(d, 8); /* of one expert the gradients cancel, and leave rounding errors */
   gate->top_k = 1 + (int32_t)roll(d, gate->num_experts < 3 ? 2 : 3);
-  gate->softmax_after_topk = gate->top_k > 1 && roll(d, 3) == 0;
+  gate->score = (pmoe_score)roll(d, 3);
+  gate->softmax_after_topk = gate->top_k > 1 && gate->score == PMOE_SCORE_SOFTMAX && roll(d, 2) == 0;
+  gate->global_aux_coef = roll(d, 2) ? 0.2f : 0.0f;
   gate->norm = gate->top_k > 1 ? (pmoe_norm)roll(d, 3) : PMOE_NORM_NONE;
   gate->capacity_factor = roll(d, 2) == 0 ? 0.0f : 0.4f + 0.3f * (float)roll(d, 4);
   gate->min_capacity = (int32_t)roll(d, 3);
