@@ -13,8 +13,9 @@ static void set_priorities(const pmoei_gate_call *call, int64_t begin, int64_t e
   int64_t top_k = call->gate->cfg.top_k;
   for (int64_t i = begin; i < end; i++) {
     int64_t choice = call->contender[i];
-    call->priority[i] = drop == PMOE_DROP_PROBS ? pmoei_gate_order_key(call->routing.weight[choice])
-                                                : (uint32_t)(top_k - choice % top_k);
+    call->priority[i] = drop == PMOE_DROP_PROBS         ? pmoei_gate_order_key(call->routing.weight[choice])
+                        : drop == PMOE_DROP_TOKEN_ORDER ? 0
+                                                        : (uint32_t)(top_k - choice % top_k);
   }
 }
 
