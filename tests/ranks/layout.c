@@ -44,8 +44,11 @@ static pmoe_status from_groups(world *w, const layout *l, pmoe_topology **out) {
   for (int g = 0; g < KINDS && status == PMOE_OK; g++) {
     pmoe_rank_lists lists = {0, 0, ranks};
     status = pmoe_topology_ranks(w->nranks, &cfg, names[g], &lists);
-    for (int32_t i = 0; i < w->nranks && status == PMOE_OK; i++)
-      if (ranks[i] == w->rank) status = pmoe_comm_split(w->comm, i / lists.group_size, i % lists.group_size, comms[g]);
+    int32_t at = 0;
+    while (ranks[at] != w->rank) at++;
+    if (status == PMOE_OK)
+      status =
+          pmoe_comm_split_ranks(w->comm, ranks + at / lists.group_size * lists.group_size, lists.group_size, comms[g]);
   }
   groups.sp = l->sp;
   if (status == PMOE_OK) status = pmoe_topology_from_groups(w->ctx, &groups, out);
