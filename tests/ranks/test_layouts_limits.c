@@ -30,27 +30,6 @@ static void each(world_body body) {
   }
 }
 
-static pmoe_stash_config stash_of(const layout_case *c, int split) {
-  pmoe_stash_config cfg = PMOE_CONFIG_INIT(pmoe_stash_config);
-  cfg.max_tokens = MOST * c->layout.tp;
-  cfg.split_backward = split;
-  return cfg;
-}
-
-static pmoe_status step(rig *r, pmoe_stash *stash, rig_step *s, int split) {
-  pmoe_status status = rig_forward(r, stash, s);
-  if (status == PMOE_OK) status = rig_backward(r, stash, s, split ? PMOE_BWD_INPUT : PMOE_BWD_ALL);
-  if (status == PMOE_OK && split) status = rig_backward(r, stash, s, PMOE_BWD_WEIGHT);
-  return status;
-}
-
-static void begin(const layout_case *c, const layout_place *p, const rig *r, uint64_t n, rig_step *s) {
-  rig_plan plan = {.label = "limits", .training = 1, .loss_scale = 1.0, .seed = c->seed + n, .step = n};
-  plan.pad = (int)(n % 3);
-  layout_draw_tokens(c, p, n, &plan);
-  rig_step_begin(r, s, &plan);
-}
-
 /* ---- memory ---- */
 
 static int64_t allocations(const world *w) {
@@ -60,7 +39,7 @@ static int64_t allocations(const world *w) {
 
 static int exact_memory(world *w, const layout_case *c, rig *r, const layout_place *p, int split) {
   int failures = 0;
-  pmoe_stash_config cfg = stash_of(c, split);
+  pmoe_stash_config cfg = layout_stash(c, split);
   size_t stash_bytes = 0, scratch_bytes = 0;
   CHECK(failures, pmoe_stash_bytes(r->layer, &cfg, &stash_bytes) == PMOE_OK, "%s", pmoe_last_error());
   CHECK(failures, pmoe_layer_scratch_bytes(r->layer, &cfg, &scratch_bytes) == PMOE_OK, "%s", pmoe_last_error());
@@ -75,8 +54,8 @@ static int exact_memory(world *w, const layout_case *c, rig *r, const layout_pla
   int64_t before = allocations(w);
   for (uint64_t n = 0; n < 4 && !failures; n++) {
     rig_step s;
-    begin(c, p, r, n, &s);
-    CHECK(failures, step(r, stash, &s, split) == PMOE_OK, "%s", pmoe_last_error());
+    layout_begin(c, p, r, n, &s);
+    CHECK(failures, layout_step(r, stash, &s, split) == PMOE_OK, "%s", pmoe_last_error());
     if (!failures) failures += rig_check(r, stash, &s, 1);
     rig_step_end(&s);
   }
@@ -142,160 +121,6 @@ static void test_first_values_do_not_depend_on_the_layout(void **state) {
   each(first_values);
 }
 
-/* ---- noise ---- */
-
-/* Jitter and Gumbel noise are drawn by global token, so that every layout routes as one rank does. */
-static int noise(world *w) {
-  layout_case c = *(const layout_case *)w->arg;
-  c.spec.gate.jitter = 0.3f;
-  c.spec.gate.gumbel = 1;
-  pmoe_topology *topology = NULL;
-  layout_place p = {0};
-  rig spread = {0}, alone = {0};
-  int failures = layout_open(w, &c, &topology, &p, &spread);
-  CHECK(failures, rig_create(&alone, w->ctx, NULL, &c.spec) == PMOE_OK, "%s", pmoe_last_error());
-  if (failures) return failures;
-  rig_step s, whole;
-  begin(&c, &p, &spread, 1, &s);
-  rig_plan one = {.label = "noise", .training = 1, .loss_scale = 1.0, .step = 1, .x = s.x_all, .dy = s.dy_all};
-  one.rank_tokens[0] = s.total;
-  rig_step_begin(&alone, &whole, &one);
-  pmoe_stash *here = NULL, *there = NULL;
-  pmoe_stash_config cfg = stash_of(&c, 0), all = PMOE_CONFIG_INIT(pmoe_stash_config);
-  all.max_tokens = s.total;
-  CHECK(failures, pmoe_stash_create(spread.layer, &cfg, NULL, 0, &here) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, pmoe_stash_create(alone.layer, &all, NULL, 0, &there) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, rig_forward(&spread, here, &s) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, rig_forward(&alone, there, &whole) == PMOE_OK, "%s", pmoe_last_error());
-  pmoe_routing a = PMOE_CONFIG_INIT(pmoe_routing), b = a;
-  CHECK(failures, pmoe_stash_routing(here, &a) == PMOE_OK && pmoe_stash_routing(there, &b) == PMOE_OK, "%s",
-        pmoe_last_error());
-  for (int64_t i = 0; i < a.tokens * a.top_k && !failures; i++) {
-    int64_t j = s.own_first * a.top_k + i;
-    CHECK(failures, a.expert[i] == b.expert[j] && a.weight[i] == b.weight[j], "choice %lld of source %d", (long long)i,
-          p.source);
-  }
-  pmoe_stash_destroy(here);
-  pmoe_stash_destroy(there);
-  rig_step_end(&s);
-  rig_step_end(&whole);
-  rig_destroy(&spread);
-  rig_destroy(&alone);
-  pmoe_topology_destroy(topology);
-  return failures;
-}
-
-static void test_noise_does_not_depend_on_the_layout(void **state) {
-  (void)state;
-  each(noise);
-}
-
-/* ---- losses over a micro-batch that ranks split ---- */
-
-enum { SEQUENCES = 3 };
-
-/* All of a step's tokens on one rank, with the same parameters. */
-typedef struct whole_step {
-  rig r;
-  rig_step s;
-  pmoe_stash *stash;
-  pmoe_metrics metrics;
-} whole_step;
-
-static void give_sequences(rig_step *s, const int32_t *sequence) {
-  s->step.sequence = sequence + s->first;
-  s->step.num_sequences = SEQUENCES;
-}
-
-static pmoe_status run_whole(whole_step *one, world *w, const rig_spec *spec, const rig_step *spread,
-                             const int32_t *sequence) {
-  pmoe_status status = rig_create(&one->r, w->ctx, NULL, spec);
-  rig_plan plan = {.label = "whole", .training = 1, .loss_scale = 1.5, .x = spread->x_all, .dy = spread->dy_all};
-  plan.rank_tokens[0] = spread->total;
-  rig_step_begin(&one->r, &one->s, &plan);
-  give_sequences(&one->s, sequence);
-  pmoe_stash_config cfg = PMOE_CONFIG_INIT(pmoe_stash_config);
-  cfg.max_tokens = spread->total;
-  if (status == PMOE_OK) status = pmoe_stash_create(one->r.layer, &cfg, NULL, 0, &one->stash);
-  if (status == PMOE_OK) status = step(&one->r, one->stash, &one->s, 0);
-  one->metrics = (pmoe_metrics)PMOE_CONFIG_INIT(pmoe_metrics);
-  return status == PMOE_OK ? pmoe_stash_metrics(one->stash, &one->metrics) : status;
-}
-
-static int compare_with_whole(const rig *r, const whole_step *one) {
-  int failures = 0;
-  for (int32_t i = 0; i < r->num_params; i++) {
-    int64_t n = r->param[i].numel;
-    double *expected = calloc((size_t)n + 1, sizeof *expected);
-    const float *grad = one->r.param[i].grad;
-    for (int64_t j = 0; j < n; j++) expected[j] = (double)grad[rig_element(r, i, j)];
-    failures += test_compare(r->param[i].name, r->param[i].grad, PMOE_F32, expected, 1.0, n, PMOE_F32);
-    free(expected);
-  }
-  return failures;
-}
-
-/* The shares of all ranks add up to the loss, and the gradients to its gradient. */
-static int split_losses(world *w) {
-  const layout_case *c = w->arg;
-  pmoe_topology *topology = NULL;
-  layout_place p = {0};
-  rig r = {0};
-  int failures = layout_open(w, c, &topology, &p, &r);
-  rig_step s;
-  rig_plan plan = {.label = "losses", .training = 1, .loss_scale = 1.5, .seed = c->seed};
-  layout_draw_tokens(c, &p, 1, &plan);
-  rig_step_begin(&r, &s, &plan);
-  int32_t *sequence = calloc((size_t)s.total + 1, sizeof *sequence);
-  for (int64_t t = 0; t < s.total; t++) sequence[t] = (int32_t)(t * 5 / 3 % SEQUENCES);
-  give_sequences(&s, sequence);
-  whole_step one = {0};
-  CHECK(failures, run_whole(&one, w, &c->spec, &s, sequence) == PMOE_OK, "%s", pmoe_last_error());
-  pmoe_stash *stash = NULL;
-  pmoe_stash_config cfg = stash_of(c, 0);
-  CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, step(&r, stash, &s, 0) == PMOE_OK, "%s", pmoe_last_error());
-  pmoe_metrics m = PMOE_CONFIG_INIT(pmoe_metrics);
-  CHECK(failures, pmoe_stash_metrics(stash, &m) == PMOE_OK, "%s", pmoe_last_error());
-  float sums[4] = {m.aux_loss, m.z_loss, m.seq_aux_loss, m.global_aux_loss};
-  const float whole[4] = {one.metrics.aux_loss, one.metrics.z_loss, one.metrics.seq_aux_loss,
-                          one.metrics.global_aux_loss};
-  CHECK(failures, pmoe_comm_allreduce(p.stage, sums, 4, PMOE_F32) == PMOE_OK, "%s", pmoe_last_error());
-  for (int i = 0; i < 4; i++) {
-    CHECK(failures, whole[i] > 0.01f, "loss %d is %g", i, (double)whole[i]);
-    failures += test_compare_one("loss of all ranks", (double)sums[i], (double)whole[i], 1e-5);
-  }
-  CHECK(failures, pmoe_layer_reduce_grads(r.layer, 1.0f, NULL) == PMOE_OK, "%s", pmoe_last_error());
-  if (!failures) failures += compare_with_whole(&r, &one);
-  pmoe_stash_destroy(stash);
-  pmoe_stash_destroy(one.stash);
-  rig_step_end(&s);
-  rig_step_end(&one.s);
-  rig_destroy(&one.r);
-  rig_destroy(&r);
-  pmoe_topology_destroy(topology);
-  free(sequence);
-  return failures;
-}
-
-static void test_losses_of_a_split_micro_batch(void **state) {
-  (void)state;
-  static const layout split[] = {
-      {2, 2, 1, 1, 1, 1, 0, NULL}, {2, 2, 1, 1, 2, 1, 1, NULL}, {2, 1, 2, 1, 2, 1, 0, NULL},
-      {4, 2, 2, 1, 2, 2, 0, NULL}, {4, 2, 2, 1, 4, 1, 1, NULL}, {4, 1, 4, 1, 2, 2, 0, NULL},
-      {8, 4, 2, 1, 4, 2, 0, NULL}, {8, 2, 4, 1, 2, 4, 1, NULL}, {8, 2, 4, 1, 8, 1, 0, "ep-cp-tp-dp-pp"},
-  };
-  for (size_t i = 0; i < sizeof split / sizeof split[0]; i++) {
-    layout_case c = case_of(0);
-    c.layout = split[i];
-    c.seed = 70 + i;
-    c.spec.max_sequences = SEQUENCES;
-    c.spec.gate.seq_aux_coef = 0.2f;
-    c.spec.gate.global_aux_coef = 0.3f;
-    world_run(c.layout.world, split_losses, &c);
-  }
-}
-
 /* ---- the same bits ---- */
 
 typedef struct outcome {
@@ -310,12 +135,12 @@ static int record(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, &out->c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(&out->c, out->c.split);
+  pmoe_stash_config cfg = layout_stash(&out->c, out->c.split);
   pmoe_stash *stash = NULL;
   rig_step s;
-  begin(&out->c, &p, &r, 1, &s);
+  layout_begin(&out->c, &p, &r, 1, &s);
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, step(&r, stash, &s, out->c.split) == PMOE_OK, "%s", pmoe_last_error());
+  CHECK(failures, layout_step(&r, stash, &s, out->c.split) == PMOE_OK, "%s", pmoe_last_error());
   CHECK(failures, pmoe_layer_reduce_grads(r.layer, 0.25f, NULL) == PMOE_OK, "%s", pmoe_last_error());
   out->bits[w->rank] = rig_snapshot(&r, &s, &out->bytes[w->rank]);
   pmoe_stash_destroy(stash);
@@ -354,9 +179,9 @@ static void test_the_same_bits(void **state) {
 static int works(const layout_case *c, const layout_place *p, rig *r, pmoe_stash *stash) {
   int failures = 0;
   rig_step s;
-  begin(c, p, r, 2, &s);
+  layout_begin(c, p, r, 2, &s);
   rig_zero_grads(r);
-  CHECK(failures, step(r, stash, &s, 0) == PMOE_OK, "after an error: %s", pmoe_last_error());
+  CHECK(failures, layout_step(r, stash, &s, 0) == PMOE_OK, "after an error: %s", pmoe_last_error());
   CHECK(failures, pmoe_layer_reduce_grads(r->layer, 1.0f, NULL) == PMOE_OK, "%s", pmoe_last_error());
   if (!failures) failures += rig_check(r, stash, &s, 1) + rig_check_grads(r, 1.0, "after an error");
   rig_step_end(&s);
@@ -370,7 +195,7 @@ static int wrong_input(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(c, 0);
+  pmoe_stash_config cfg = layout_stash(c, 0);
   pmoe_stash *stash = NULL;
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
   rig_plan plan = {.label = "wrong", .loss_scale = 1.0, .seed = 5};
@@ -420,7 +245,7 @@ static int small_stash(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(c, 0);
+  pmoe_stash_config cfg = layout_stash(c, 0);
   cfg.max_tokens = w->rank == 0 ? 2 : 9;
   pmoe_stash *stash = NULL;
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
@@ -430,7 +255,7 @@ static int small_stash(world *w) {
     for (int32_t i = 0; i < plan.num_ranks; i++) plan.rank_tokens[i] = round == 0 && i == 1 ? 9 : 2;
     rig_step s;
     rig_step_begin(&r, &s, &plan);
-    pmoe_status status = step(&r, stash, &s, 0);
+    pmoe_status status = layout_step(&r, stash, &s, 0);
     CHECK(failures, status == (round == 0 ? PMOE_ERR_ARG : PMOE_OK), "%s", pmoe_last_error());
     if (round == 0) CHECK(failures, strstr(pmoe_last_error(), "max_tokens 2"), "%s", pmoe_last_error());
     else if (!failures) failures += rig_check(&r, stash, &s, 1);
@@ -465,13 +290,13 @@ static int out_of_memory(world *w) {
   int failures = layout_open(w, &m->c, &topology, &p, &r);
   if (failures) return failures;
   rig_step s;
-  begin(&m->c, &p, &r, 1, &s);
+  layout_begin(&m->c, &p, &r, 1, &s);
   uint64_t before = world_now_ms();
   if (w->rank == 0) w->memory->fail_at = w->memory->calls + m->fail_at;
-  pmoe_stash_config cfg = stash_of(&m->c, 0);
+  pmoe_stash_config cfg = layout_stash(&m->c, 0);
   pmoe_status created = pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash);
   /* A rank without a stash still comes, and says so. */
-  pmoe_status status = created == PMOE_OK ? step(&r, stash, &s, 0) : rig_forward(&r, NULL, &s);
+  pmoe_status status = created == PMOE_OK ? layout_step(&r, stash, &s, 0) : rig_forward(&r, NULL, &s);
   if (w->rank == 0) {
     CHECK(failures, created != PMOE_ERR_NOMEM || status == PMOE_ERR_ARG, "%s", pmoe_last_error());
     CHECK(failures, created != PMOE_OK || status == PMOE_OK || status == PMOE_ERR_NOMEM, "%s", pmoe_last_error());
@@ -526,8 +351,6 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_memory_of_the_caller_suffices),
       cmocka_unit_test(test_first_values_do_not_depend_on_the_layout),
-      cmocka_unit_test(test_noise_does_not_depend_on_the_layout),
-      cmocka_unit_test(test_losses_of_a_split_micro_batch),
       cmocka_unit_test(test_the_same_bits),
       cmocka_unit_test(test_wrong_input_of_one_rank),
       cmocka_unit_test(test_a_stash_too_small_for_the_group),
