@@ -197,16 +197,17 @@ pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void 
   return status;
 }
 
-/* The first outcome of another call than rank 0's, or the first error, as the sentence that every rank returns. */
+/* The first error, or the first outcome of another call than rank 0's, as the sentence that every rank returns. A rank
+ * whose checks failed may not have come far enough to name its call in full. */
 static pmoe_status judge(const pmoe_comm *comm, const char *what) {
   const pmoei_outcome *all = comm->outcomes;
-  for (int32_t p = 1; p < comm->nranks; p++)
-    if (strcmp(all[p].what, all[0].what) != 0)
-      return pmoei_error(PMOE_ERR_MISMATCH, "rank 0 is in %s, but rank %d is in %s", all[0].what, p, all[p].what);
   for (int32_t p = 0; p < comm->nranks; p++)
     if (all[p].status != PMOE_OK)
       return pmoei_error(PMOE_ERR_COMM, "%s: rank %d failed: %s: %s", what, p,
                          pmoe_status_name((pmoe_status)all[p].status), all[p].why);
+  for (int32_t p = 1; p < comm->nranks; p++)
+    if (strcmp(all[p].what, all[0].what) != 0)
+      return pmoei_error(PMOE_ERR_MISMATCH, "rank 0 is in %s, but rank %d is in %s", all[0].what, p, all[p].what);
   return PMOE_OK;
 }
 

@@ -110,7 +110,9 @@ struct pmoe_stash {
   pmoe_mat x_rows, pre, dy_rows, dpre;
   float *row_weight;
   /* of the micro-batch in flight */
-  pmoe_mat logits, dlogits_given; /* this rank's slice of the host's, where the TP group routes a slice each */
+  pmoe_mat logits, dlogits_own; /* this rank's slice of the host's, where the TP group routes a slice each; */
+  float *host_dweight;          /* and the host's whole gradients */
+  pmoe_mat host_dlogits;
   pmoei_tokens tokens;
   pmoe_step step; /* of the own tokens */
   pmoe_mat x;     /* the own tokens, in the host's memory */

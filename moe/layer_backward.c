@@ -1,6 +1,7 @@
 /* The layer's backward pass: the experts' parameter gradients run while the rows' gradients travel back. */
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 #include "core/check.h"
 #include "core/dtype.h"
@@ -155,6 +156,19 @@ static void round_row(void *arg, int64_t row, int32_t thread) {
   pmoei_from_f32(pmoei_row(job->to, row), job->to->dtype, pmoei_row(job->from, row), job->to->cols);
 }
 
+/* Where the TP group routes a slice each, the host's gradients are zero elsewhere, so that their sum over TP is whole.
+ */
+static void clear_other_slices(const pmoe_stash *stash) {
+  int64_t top_k = stash->layer->gate_cfg.top_k, first = pmoei_tp_own_first(stash);
+  int64_t end = first + stash->tokens.own;
+  const pmoe_mat *dlogits = &stash->host_dlogits;
+  for (int64_t t = 0; t < stash->given.rows; t++) {
+    if (t >= first && t < end) continue;
+    if (stash->host_dweight) memset(stash->host_dweight + t * top_k, 0, (size_t)top_k * sizeof(float));
+    if (dlogits->data) memset(pmoei_row(dlogits, t), 0, (size_t)dlogits->cols * sizeof(float));
+  }
+}
+
 /* Gradients that reach x: through the experts (there already), the branch, its coefficients and the router. */
 static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
                                   backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
@@ -165,6 +179,7 @@ static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pm
   if (layer->residual)
     PMOEI_TRY(pmoe_residual_mix_backward(layer->residual, &bound->residual, &stash->x, stash->scale,
                                          stash->branch_scale, s->dscale, s->dbranch_scale, s->dmix, dx, which, NULL));
+  if (layer->replicated && which != PMOE_BWD_WEIGHT) clear_other_slices(stash);
   return pmoe_gate_backward(layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, s->dweight, loss_scale,
                             s->dlogits, dx, which, NULL);
 }

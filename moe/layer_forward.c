@@ -100,14 +100,16 @@ static void take_own_part(pmoe_stash *stash, const pmoe_step *step, const pmoe_m
   if (own->token_id) own->token_id += first;
   if (own->expert) own->expert += choices;
   if (own->weight) own->weight += choices;
+  stash->host_dweight = own->dweight;
   if (own->dweight) own->dweight += choices;
   if (own->logits) {
     stash->logits = pmoei_tp_own_rows(stash, own->logits);
     own->logits = &stash->logits;
   }
+  stash->host_dlogits = own->dlogits ? *own->dlogits : (pmoe_mat){0};
   if (own->dlogits) {
-    stash->dlogits_given = pmoei_tp_own_rows(stash, own->dlogits);
-    own->dlogits = &stash->dlogits_given;
+    stash->dlogits_own = pmoei_tp_own_rows(stash, own->dlogits);
+    own->dlogits = &stash->dlogits_own;
   }
 }
 

@@ -80,7 +80,9 @@ typedef struct pmoe_loss_sum {
 
 /* One step's facts. token_mask, when not NULL, has token_mask_len == T bytes; a zero byte takes that token out of
  * routing, slots, losses and statistics. `step` and `first_token` (the global index of this rank's token 0) key the
- * random numbers, so that they do not depend on the parallel layout. Arrays are borrowed until the backward is done. */
+ * random numbers, so that they do not depend on the parallel layout. Arrays are borrowed until the backward is done.
+ * In a layer whose TP group shares its tokens (no sequence parallelism) arrays are of all of them, each rank uses its
+ * slice, and dweight and dlogits are zero elsewhere: sum them over TP. */
 typedef struct pmoe_step {
   size_t size;
   int32_t training;

@@ -13,4 +13,5 @@
 #include <pmoe/residual.h>
 #include <pmoe/topology.h>
 #include <pmoe/types.h>
+#include <pmoe/upcycle.h>
 #endif
