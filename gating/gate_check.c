@@ -38,7 +38,7 @@ static pmoe_status check_combinations(const pmoe_gate_config *cfg) {
   PMOEI_REQUIRE(!experts_choose || !cfg->softmax_after_topk,
                 "cfg->softmax_after_topk is 1 with PMOE_CHOICE_EXPERT_CHOICE; 0 was expected, since experts compare "
                 "scores before anything is chosen");
-  PMOEI_REQUIRE(!cfg->jitter || cfg->router == PMOE_ROUTER_LINEAR,
+  PMOEI_REQUIRE(cfg->jitter == 0 || cfg->router == PMOE_ROUTER_LINEAR,
                 "cfg->jitter is %g with router %d; 0 was expected, since the host made the logits", (double)cfg->jitter,
                 (int)cfg->router);
   PMOEI_REQUIRE(!cfg->bias || cfg->router == PMOE_ROUTER_LINEAR,

@@ -64,8 +64,7 @@ typedef struct pmoei_gate_call {
   pmoei_gate_losses losses;
   struct pmoei_gate_tile *tile; /* [threads] */
   pmoei_gate_tally *tally;      /* [blocks] */
-  uint64_t *has_slot;           /* [blocks,E] a bit for each token whose choice of the expert has a slot */
-  int64_t *first_slot;          /* [blocks,E] */
+  int64_t *block_count;         /* [blocks,E] choices with a slot; then the first slot of the block */
   int32_t *loss_count;          /* [blocks,E] choices that the aux losses count */
   float *prob_sum;              /* [blocks,E] of probabilities over live tokens */
   double *prob_total;           /* [E] */

@@ -90,11 +90,6 @@ void pmoei_gate_sum_losses(const pmoei_gate_call *call, const pmoei_gate_tile *t
     keep_probabilities(tile->logits, num_experts, span.rows, factor, call->probability + span.first * num_experts);
 }
 
-/* sum[i] += the bits of has_slot[i]. */
-PMOEI_VECTORISED static void add_bits(int64_t *restrict sum, const uint64_t *restrict has_slot, int64_t n) {
-  for (int64_t i = 0; i < n; i++) sum[i] += __builtin_popcountll(has_slot[i]);
-}
-
 static void sum_experts(void *arg, int64_t index, int32_t thread) {
   (void)thread;
   const pmoei_gate_call *call = arg;
@@ -103,7 +98,7 @@ static void sum_experts(void *arg, int64_t index, int32_t thread) {
   int64_t count[EXPERTS_PER_TASK] = {0}, loss_count[EXPERTS_PER_TASK] = {0};
   double prob[EXPERTS_PER_TASK] = {0};
   for (int64_t at = begin; at < call->blocks * num_experts; at += num_experts) {
-    add_bits(count, call->has_slot + at, n);
+    for (int64_t i = 0; i < n; i++) count[i] += call->block_count[at + i];
     if (call->loss_count)
       for (int64_t i = 0; i < n; i++) loss_count[i] += call->loss_count[at + i];
     if (call->prob_sum)

@@ -72,8 +72,7 @@ static void plan(pmoei_gate_call *call, pmoei_arena *arena) {
     return;
   }
   call->tally = pmoei_take(arena, call->blocks, sizeof *call->tally);
-  call->has_slot = pmoei_take(arena, cells, sizeof *call->has_slot);
-  call->first_slot = pmoei_take(arena, cells, sizeof *call->first_slot);
+  call->block_count = pmoei_take(arena, cells, sizeof *call->block_count);
   if (pmoei_gate_has_aux(gate)) {
     call->loss_count = pmoei_take(arena, cells, sizeof *call->loss_count);
     call->prob_sum = pmoei_take(arena, cells, sizeof *call->prob_sum);

@@ -22,7 +22,8 @@ PMOEI_VECTORISED static void write_rows(void *restrict out, const void *restrict
 static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *tile, int64_t block) {
   int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
   pmoei_gate_span span = pmoei_gate_block(call, block);
-  uint64_t *has_slot = call->has_slot + block * num_experts;
+  int64_t n = span.rows * top_k, *count = call->block_count + block * num_experts,
+          *slot = call->routing.slot + span.first * top_k;
   int32_t *expert = call->routing.expert + span.first * top_k;
   float *weight = call->routing.weight + span.first * top_k;
   write_rows(expert, tile->expert, span.rows, top_k);
@@ -31,13 +32,12 @@ static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *ti
     if (!tile->masked[l]) continue;
     for (int64_t i = l * top_k; i < (l + 1) * top_k; i++) expert[i] = -1;
   }
-  memset(has_slot, 0, (size_t)num_experts * sizeof *has_slot);
-  for (int64_t l = 0, i = 0; l < span.rows; l++) {
-    for (int64_t k = 0; k < top_k; k++, i++) {
-      if (expert[i] >= 0) has_slot[expert[i]] |= UINT64_C(1) << l;
-      else weight[i] = 0;
-    }
+  memset(count, 0, (size_t)num_experts * sizeof *count);
+  for (int64_t i = 0; i < n; i++) {
+    if (expert[i] >= 0) count[expert[i]]++;
+    else weight[i] = 0;
   }
+  if (call->capacity > 0) memset(slot, 0, (size_t)n * sizeof *slot);
 }
 
 static void mark_masked(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block) {

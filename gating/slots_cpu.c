@@ -1,7 +1,6 @@
 #include <float.h>
 
 #include "core/parallel.h"
-#include "core/simd.h"
 #include "gating/gate_cpu.h"
 
 /* Larger stays; among equals the earlier token stays. */
@@ -26,16 +25,16 @@ static void drop_expert(void *arg, int64_t expert, int32_t thread) {
   const pmoei_gate_call *call = arg;
   int64_t begin = call->contested[expert], end = call->contested[expert + 1], ties;
   if (begin == end) return;
-  int64_t num_experts = call->gate->cfg.num_experts, top_k = call->gate->cfg.top_k;
-  int64_t choices_per_block = PMOEI_GATE_BLOCK * top_k;
+  int64_t num_experts = call->gate->cfg.num_experts,
+          choices_per_block = (int64_t)PMOEI_GATE_BLOCK * call->gate->cfg.top_k;
   set_priorities(call, begin, end);
   uint32_t threshold = pmoei_gate_threshold(call->priority + begin, end - begin, call->capacity, &ties);
   for (int64_t i = begin; i < end; i++) {
     uint32_t priority = call->priority[i];
     if (priority > threshold || (priority == threshold && ties-- > 0)) continue;
     int64_t choice = call->contender[i];
-    call->has_slot[choice / choices_per_block * num_experts + expert] &=
-        ~(UINT64_C(1) << choice / top_k % PMOEI_GATE_BLOCK);
+    call->routing.slot[choice] = -1;
+    call->block_count[choice / choices_per_block * num_experts + expert]--;
   }
 }
 
@@ -58,15 +57,7 @@ pmoe_status pmoei_gate_drop(pmoei_gate_call *call) {
   return PMOE_OK;
 }
 
-PMOEI_VECTORISED static void add_block(int64_t *restrict rows, int64_t *restrict first,
-                                       const uint64_t *restrict has_slot, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    first[i] = rows[i];
-    rows[i] += __builtin_popcountll(has_slot[i]);
-  }
-}
-
-/* Each block's first slots. */
+/* Turns each block's counts into its first slots. */
 static void first_slots(void *arg, int64_t index, int32_t thread) {
   (void)thread;
   const pmoei_gate_call *call = arg;
@@ -74,8 +65,14 @@ static void first_slots(void *arg, int64_t index, int32_t thread) {
   int64_t n = num_experts - begin < EXPERTS_PER_TASK ? num_experts - begin : EXPERTS_PER_TASK;
   int64_t *rows = call->routing.expert_rows + begin;
   for (int64_t i = 0; i < n; i++) rows[i] = 0;
-  for (int64_t at = begin; at < call->blocks * num_experts; at += num_experts)
-    add_block(rows, call->first_slot + at, call->has_slot + at, n);
+  for (int64_t b = 0; b < call->blocks; b++) {
+    int64_t *count = call->block_count + b * num_experts + begin;
+    for (int64_t i = 0; i < n; i++) {
+      int64_t here = count[i];
+      count[i] = rows[i];
+      rows[i] += here;
+    }
+  }
 }
 
 static void finish_weights(const pmoei_gate_call *call, int64_t token) {
@@ -90,29 +87,19 @@ static void finish_weights(const pmoei_gate_call *call, int64_t token) {
     weight[k] = slot[k] < 0 || sum < FLT_MIN ? 0 : weight[k] / sum * cfg->weight_scale;
 }
 
-/* A choice's slot is the number of the expert's earlier tokens in the block, after those of earlier blocks. */
-PMOEI_VECTORISED static void number_slots(int64_t *restrict slot, const int32_t *restrict expert, int64_t rows,
-                                          int64_t top_k, const uint64_t *restrict has_slot,
-                                          const int64_t *restrict first) {
-  for (int64_t l = 0, i = 0; l < rows; l++) {
-    uint64_t own = UINT64_C(1) << l;
-    for (int64_t k = 0; k < top_k; k++, i++) {
-      int64_t e = expert[i] < 0 ? 0 : expert[i];
-      uint64_t mask = expert[i] < 0 ? 0 : has_slot[e];
-      slot[i] = mask & own ? first[e] + __builtin_popcountll(mask & (own - 1)) : -1;
-    }
-  }
-}
-
 static void place_block(void *arg, int64_t block, int32_t thread) {
   (void)thread;
   const pmoei_gate_call *call = arg;
   const pmoe_gate_config *cfg = &call->gate->cfg;
   pmoei_gate_span span = pmoei_gate_block(call, block);
-  int64_t at = block * cfg->num_experts, choice = span.first * cfg->top_k;
-  number_slots(call->routing.slot + choice, call->routing.expert + choice, span.rows, cfg->top_k, call->has_slot + at,
-               call->first_slot + at);
-  if (call->capacity == 0 && cfg->norm == PMOE_NORM_NONE && cfg->weight_scale == 1) return;
+  int64_t *next = call->block_count + block * cfg->num_experts, *slot = call->routing.slot;
+  const int32_t *expert = call->routing.expert;
+  bool drops = call->capacity > 0;
+  for (int64_t i = span.first * cfg->top_k; i < (span.first + span.rows) * cfg->top_k; i++) {
+    bool lost = expert[i] < 0 || (drops && slot[i] < 0);
+    slot[i] = lost ? -1 : next[expert[i]]++;
+  }
+  if (!drops && cfg->norm == PMOE_NORM_NONE && cfg->weight_scale == 1) return;
   for (int64_t t = span.first; t < span.first + span.rows; t++) finish_weights(call, t);
 }
 
