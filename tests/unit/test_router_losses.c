@@ -2,8 +2,7 @@
  * selection bias; golden values. */
 #include "test_router_reference.h"
 
-#include <cjson/cJSON.h>
-#include <stdio.h>
+#include "support/golden.h"
 
 enum { T = 48, E = 8, K = 2, SEQUENCES = 4, MAX_PARTS = 4 };
 
@@ -257,36 +256,6 @@ static void test_bias_arguments(void **state) {
 }
 
 /* ---- golden values ---- */
-
-static cJSON *golden;
-
-static int load_golden(void **state) {
-  (void)state;
-  FILE *file = fopen(TEST_DATA_DIR "/router-golden.json", "rb");
-  if (!file) return -1;
-  static char text[1 << 17];
-  size_t size = fread(text, 1, sizeof text - 1, file);
-  fclose(file);
-  text[size] = 0;
-  golden = cJSON_Parse(text);
-  return golden ? 0 : -1;
-}
-
-static int free_golden(void **state) {
-  (void)state;
-  cJSON_Delete(golden);
-  return 0;
-}
-
-static const cJSON *get(const cJSON *object, const char *name) {
-  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
-  if (!item) fail_msg("golden data lack %s", name);
-  return item;
-}
-
-static void assert_close(double got, double want) {
-  if (!(fabs(got - want) <= 2e-6 * fabs(want) + 1e-7)) fail_msg("got %.9g, want %.9g", got, want);
-}
 
 static int read_logits(const cJSON *rows, int at) {
   const cJSON *row, *value;
