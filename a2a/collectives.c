@@ -184,7 +184,7 @@ pmoe_status pmoei_allreduce_by_exchange(pmoe_comm *comm, const char *what, void 
   int64_t chunk = room.chunk, slice = room.slice, gathered = room.gathered;
   void *base = NULL;
   int32_t frame = 0;
-  pmoe_status status = pmoei_scratch_open(comm->ctx, (size_t)(gathered + slice) * size, &base, &frame);
+  pmoe_status status = pmoei_scratch_open_host(comm->ctx, (size_t)(gathered + slice) * size, &base, &frame);
   if (status != PMOE_OK) return pmoei_comm_fail(comm, status, NULL);
   if (n > chunk) status = compare_lengths(comm, what, n, base);
   /* Once even if n is 0, so that this rank meets its peers and their other n shows. */

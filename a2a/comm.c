@@ -202,7 +202,7 @@ pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_co
   pmoe_status status = out ? PMOE_OK : pmoei_error(PMOE_ERR_ARG, "out is NULL; a pointer was expected");
   if (status == PMOE_OK)
     status =
-        pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
+        pmoei_scratch_open_host(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
   status = pmoei_comm_agree(comm, __func__, status);
   if (status == PMOE_OK) status = split(comm, __func__, (split_entry){color, key}, room, out);
   if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);
@@ -255,7 +255,7 @@ pmoe_status pmoe_comm_split_ranks(pmoe_comm *comm, const int32_t *ranks, int32_t
   void *room = NULL;
   pmoe_status status = check_list(comm, ranks, n, out, &place, &mine);
   if (status == PMOE_OK)
-    status = pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * sizeof(list_entry), &room, &frame);
+    status = pmoei_scratch_open_host(comm->ctx, (size_t)comm->nranks * sizeof(list_entry), &room, &frame);
   status = pmoei_comm_agree(comm, __func__, status);
   if (status == PMOE_OK) status = pmoei_allgather(comm, __func__, &mine, room, sizeof mine);
   if (status == PMOE_OK) status = pmoei_comm_agree(comm, __func__, compare_lists(comm, room, ranks, n));

@@ -200,7 +200,7 @@ pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, pmoe_groups *groups, pmoei_ho
   if (status == PMOE_OK) {
     pmoei_arena measure = {NULL, 0};
     lay_out(&measure, &c);
-    status = pmoei_scratch_open(ctx, measure.used, &base, &frame);
+    status = pmoei_scratch_open_host(ctx, measure.used, &base, &frame);
   }
   status = pmoei_comm_agree(groups->stage, what, status);
   if (status == PMOE_OK) {

@@ -103,7 +103,7 @@ static pmoe_status compare_with_tp(pmoe_topology *topology, ep_groups *groups, c
   int32_t most = groups->exchange->nranks > topology->tp->nranks ? groups->exchange->nranks : topology->tp->nranks;
   void *ranks = NULL;
   int32_t scratch = -1;
-  pmoe_status status = pmoei_scratch_open(topology->ctx, (size_t)most * sizeof(int64_t), &ranks, &scratch);
+  pmoe_status status = pmoei_scratch_open_host(topology->ctx, (size_t)most * sizeof(int64_t), &ranks, &scratch);
   status = pmoei_comm_agree(topology->stage, what, status);
   if (status == PMOE_OK) status = pmoei_comm_agree(topology->stage, what, gather_leaders(topology, groups, ranks));
   if (scratch >= 0) pmoei_scratch_close(topology->ctx, scratch);

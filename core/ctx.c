@@ -9,6 +9,9 @@
 #include "core/config.h"
 #include "core/gemm.h"
 #include "core/parallel.h"
+#ifdef PMOE_WITH_CUDA
+#include "core/cuda.h"
+#endif
 
 static void *default_alloc(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
   (void)user, (void)kind, (void)stream;
@@ -21,10 +24,11 @@ static void default_release(void *user, void *p, size_t bytes, pmoe_mem kind, pm
   free(p);
 }
 
-pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer) {
+pmoe_status pmoei_alloc_kind(pmoe_ctx *ctx, size_t bytes, pmoe_mem kind, const char *what, void *out_pointer) {
   void *p = NULL;
   if (bytes > 0) {
-    p = ctx->allocator.alloc(ctx->allocator.user, bytes, PMOEI_ALIGN, PMOE_MEM_HOST, NULL);
+    size_t align = kind == PMOE_MEM_DEVICE ? PMOEI_DEVICE_ALIGN : PMOEI_ALIGN;
+    p = ctx->allocator.alloc(ctx->allocator.user, bytes, align, kind, ctx->stream);
     if (!p) return pmoei_error(PMOE_ERR_NOMEM, "%s: the allocator gave no %zu bytes", what, bytes);
     ctx->memory.bytes += (int64_t)bytes;
     ctx->memory.allocations++;
@@ -32,6 +36,16 @@ pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void 
   }
   memcpy(out_pointer, &p, sizeof p);
   return PMOE_OK;
+}
+
+void pmoei_free_kind(pmoe_ctx *ctx, void *p, size_t bytes, pmoe_mem kind) {
+  if (!p) return;
+  ctx->memory.bytes -= (int64_t)bytes;
+  ctx->allocator.release(ctx->allocator.user, p, bytes, kind, ctx->stream);
+}
+
+pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer) {
+  return pmoei_alloc_kind(ctx, bytes, PMOE_MEM_HOST, what, out_pointer);
 }
 
 pmoe_status pmoei_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer) {
@@ -42,20 +56,35 @@ pmoe_status pmoei_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out
   return PMOE_OK;
 }
 
-void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes) {
-  if (!p) return;
-  ctx->memory.bytes -= (int64_t)bytes;
-  ctx->allocator.release(ctx->allocator.user, p, bytes, PMOE_MEM_HOST, NULL);
-}
+void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes) { pmoei_free_kind(ctx, p, bytes, PMOE_MEM_HOST); }
 
 static pmoe_status check_config(const pmoe_ctx_config *cfg) {
   PMOEI_REQUIRE((int)cfg->backend >= 0 && cfg->backend <= PMOE_BACKEND_CUDA,
                 "cfg->backend is %d; a pmoe_backend was expected", (int)cfg->backend);
+#ifndef PMOE_WITH_CUDA
   if (cfg->backend == PMOE_BACKEND_CUDA)
     return pmoei_error(PMOE_ERR_UNSUPPORTED, "cfg->backend is PMOE_BACKEND_CUDA; this library was built without CUDA");
+#endif
   PMOEI_REQUIRE(cfg->cpu_threads >= 0 && cfg->cpu_threads <= 4096, "cfg->cpu_threads is %d; 0 to 4096 was expected",
                 cfg->cpu_threads);
   return PMOE_OK;
+}
+
+static pmoe_allocator default_allocator(pmoe_backend backend) {
+#ifdef PMOE_WITH_CUDA
+  if (backend == PMOE_BACKEND_CUDA)
+    return (pmoe_allocator){sizeof(pmoe_allocator), NULL, pmoei_cuda_default_alloc, pmoei_cuda_default_release};
+#endif
+  (void)backend;
+  return (pmoe_allocator){sizeof(pmoe_allocator), NULL, default_alloc, default_release};
+}
+
+/* What multiplies: a provider of the CPU's, or the device. */
+static pmoe_status open_backend(pmoe_ctx *ctx, const pmoe_ctx_config *cfg) {
+#ifdef PMOE_WITH_CUDA
+  if (ctx->backend == PMOE_BACKEND_CUDA) return pmoei_cuda_create(ctx, cfg);
+#endif
+  return pmoei_gemm_create(ctx, cfg->gemm, &ctx->gemm);
 }
 
 pmoe_status pmoe_ctx_create(const pmoe_ctx_config *config, pmoe_ctx **out) {
@@ -63,7 +92,7 @@ pmoe_status pmoe_ctx_create(const pmoe_ctx_config *config, pmoe_ctx **out) {
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   if (config) PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
   PMOEI_TRY(check_config(&cfg));
-  pmoe_allocator allocator = {sizeof allocator, NULL, default_alloc, default_release};
+  pmoe_allocator allocator = default_allocator(cfg.backend);
   if (cfg.allocator) {
     PMOEI_TRY(PMOEI_CONFIG_READ(&allocator, cfg.allocator));
     PMOEI_REQUIRE(allocator.alloc && allocator.release, "cfg->allocator lacks alloc or release; both were expected");
@@ -72,7 +101,7 @@ pmoe_status pmoe_ctx_create(const pmoe_ctx_config *config, pmoe_ctx **out) {
   if (!ctx) return pmoei_error(PMOE_ERR_NOMEM, "context: the allocator gave no %zu bytes", sizeof *ctx);
   memset(ctx, 0, sizeof *ctx);
   ctx->refs = 1;
-  ctx->backend = PMOE_BACKEND_CPU;
+  ctx->backend = cfg.backend == PMOE_BACKEND_CUDA ? PMOE_BACKEND_CUDA : PMOE_BACKEND_CPU;
   ctx->threads = cfg.cpu_threads > 0 ? cfg.cpu_threads : pmoei_default_threads();
   ctx->seed = cfg.seed;
   ctx->timeout_ns = cfg.timeout_ns ? cfg.timeout_ns : UINT64_C(600000000000);
@@ -80,7 +109,7 @@ pmoe_status pmoe_ctx_create(const pmoe_ctx_config *config, pmoe_ctx **out) {
   ctx->log = cfg.log;
   ctx->log_user = cfg.log_user;
   ctx->memory = (pmoe_memory){sizeof ctx->memory, sizeof *ctx, sizeof *ctx, 1};
-  pmoe_status status = pmoei_gemm_create(ctx, cfg.gemm, &ctx->gemm);
+  pmoe_status status = open_backend(ctx, &cfg);
   if (status != PMOE_OK) {
     pmoei_ctx_release(ctx);
     return status;
@@ -93,8 +122,11 @@ void pmoei_ctx_retain(pmoe_ctx *ctx) { ctx->refs++; }
 
 void pmoei_ctx_release(pmoe_ctx *ctx) {
   if (--ctx->refs > 0) return;
-  (void)pmoe_ctx_set_scratch(ctx, NULL, 0);
+  pmoei_scratch_drop(ctx);
   pmoei_gemm_destroy(ctx, ctx->gemm);
+#ifdef PMOE_WITH_CUDA
+  pmoei_cuda_destroy(ctx);
+#endif
   pmoe_allocator allocator = ctx->allocator;
   allocator.release(allocator.user, ctx, sizeof *ctx, PMOE_MEM_HOST, NULL);
 }
@@ -115,6 +147,12 @@ void pmoe_ctx_reset_peak_memory(pmoe_ctx *ctx) {
 pmoe_status pmoe_ctx_gemm_info(const pmoe_ctx *ctx, pmoe_gemm_info *out) {
   PMOEI_REQUIRE_POINTER(ctx);
   pmoe_gemm_info info = PMOE_CONFIG_INIT(pmoe_gemm_info);
+#ifdef PMOE_WITH_CUDA
+  if (ctx->cuda) {
+    pmoei_cuda_gemm_info(ctx, &info);
+    return PMOEI_STRUCT_WRITE(out, &info);
+  }
+#endif
   pmoei_gemm_get_info(ctx->gemm, &info);
   info.threads = ctx->threads;
   return PMOEI_STRUCT_WRITE(out, &info);
@@ -155,6 +193,12 @@ int32_t pmoe_has_feature(const char *feature) {
 #endif
 #ifdef PMOE_WITH_MPI
       "mpi",
+#endif
+#ifdef PMOE_WITH_CUDA
+      "cuda",
+#endif
+#ifdef PMOE_WITH_NCCL
+      "nccl",
 #endif
       NULL};
   for (int i = 0; feature && built_in[i]; i++)

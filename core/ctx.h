@@ -8,6 +8,7 @@
 #include "core/status.h"
 
 struct pmoei_gemm;
+struct pmoei_cuda;
 
 typedef struct pmoei_scratch_block {
   char *base;
@@ -30,6 +31,7 @@ typedef struct pmoei_scratch {
   pmoei_scratch_frame frame[PMOEI_SCRATCH_FRAMES];
   int32_t num_blocks, num_frames;
   size_t wanted; /* bytes of the single block to take next */
+  int32_t held;
 } pmoei_scratch;
 
 struct pmoe_ctx {
@@ -40,8 +42,11 @@ struct pmoe_ctx {
   pmoe_allocator allocator;
   void (*log)(void *user, int level, const char *text);
   void *log_user;
-  struct pmoei_gemm *gemm;
-  pmoei_scratch scratch;
+  struct pmoei_gemm *gemm; /* NULL on CUDA */
+  struct pmoei_cuda *cuda; /* NULL on the CPU */
+  pmoe_stream stream;      /* of the call under way */
+  pmoei_scratch scratch;   /* data memory (core/data.h) */
+  pmoei_scratch host;      /* the host's, on CUDA; else unused */
   pmoe_memory memory;
 };
 
@@ -54,6 +59,9 @@ pmoe_status pmoei_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out
 /* The same without zeroing, for large blocks. */
 pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer);
 void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes);
+/* Of any kind, unset. */
+pmoe_status pmoei_alloc_kind(pmoe_ctx *ctx, size_t bytes, pmoe_mem kind, const char *what, void *out_pointer);
+void pmoei_free_kind(pmoe_ctx *ctx, void *p, size_t bytes, pmoe_mem kind);
 
 /* Bytes that a frame of that size takes. */
 static inline size_t pmoei_scratch_frame_bytes(size_t bytes) {
@@ -64,7 +72,15 @@ pmoe_status pmoei_scratch_reserve(pmoe_ctx *ctx, size_t bytes);
 /* A frame of temporaries until pmoei_scratch_close with the same handle. Frames may close in any order. Builds with
  * PMOE_POISON fill it with NaN patterns (0xff), so that nothing relies on what was there. */
 pmoe_status pmoei_scratch_open(pmoe_ctx *ctx, size_t bytes, void **base, int32_t *handle);
+/* The same for what the host itself works with. */
+pmoe_status pmoei_scratch_open_host(pmoe_ctx *ctx, size_t bytes, void **base, int32_t *handle);
 void pmoei_scratch_close(pmoe_ctx *ctx, int32_t handle);
+/* While held, frames that close keep their memory: work on another stream may still need it. Nothing changes on the
+ * CPU. */
+void pmoei_scratch_hold(pmoe_ctx *ctx);
+void pmoei_scratch_release(pmoe_ctx *ctx);
+/* At the context's end. */
+void pmoei_scratch_drop(pmoe_ctx *ctx);
 
 void pmoei_log(const pmoe_ctx *ctx, pmoe_log_level level, const char *format, ...) PMOEI_PRINTF(3, 4);
 

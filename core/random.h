@@ -6,6 +6,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "core/device.h"
+
 /* What the numbers are for; keeps the streams apart. */
 typedef enum pmoei_random_use {
   PMOEI_RANDOM_JITTER = 1,
@@ -15,7 +17,7 @@ typedef enum pmoei_random_use {
   PMOEI_RANDOM_HASH
 } pmoei_random_use;
 
-static inline uint64_t pmoei_mix64(uint64_t x) { /* finaliser of splitmix64 */
+PMOEI_SHARED uint64_t pmoei_mix64(uint64_t x) { /* finaliser of splitmix64 */
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -23,12 +25,12 @@ static inline uint64_t pmoei_mix64(uint64_t x) { /* finaliser of splitmix64 */
 }
 
 /* A key from the seed, the use, and two more coordinates (say, layer and step). */
-static inline uint64_t pmoei_random_key(uint64_t seed, pmoei_random_use use, uint64_t a, uint64_t b) {
+PMOEI_SHARED uint64_t pmoei_random_key(uint64_t seed, pmoei_random_use use, uint64_t a, uint64_t b) {
   return pmoei_mix64(pmoei_mix64(pmoei_mix64(seed + (uint64_t)use) + a) + b);
 }
 
 /* Four random words for a 128-bit counter (high, low). */
-static inline void pmoei_random4(uint64_t key, uint64_t high, uint64_t low, uint32_t out[4]) {
+PMOEI_SHARED void pmoei_random4(uint64_t key, uint64_t high, uint64_t low, uint32_t out[4]) {
   uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
   uint32_t c0 = (uint32_t)low, c1 = (uint32_t)(low >> 32), c2 = (uint32_t)high, c3 = (uint32_t)(high >> 32);
   for (int round = 0; round < 10; round++) {
@@ -48,10 +50,10 @@ static inline void pmoei_random4(uint64_t key, uint64_t high, uint64_t low, uint
 }
 
 /* Uniform in (0, 1), never 0 or 1: the middle of one of 2^24 cells would round to 1 at the top, so 23 bits. */
-static inline float pmoei_uniform(uint32_t word) { return ((float)(word >> 9) + 0.5f) * 0x1p-23f; }
+PMOEI_SHARED float pmoei_uniform(uint32_t word) { return ((float)(word >> 9) + 0.5f) * 0x1p-23f; }
 
 /* Standard normal pair (Box-Muller) from two words. */
-static inline void pmoei_normal2(uint32_t u, uint32_t v, float out[2]) {
+PMOEI_SHARED void pmoei_normal2(uint32_t u, uint32_t v, float out[2]) {
   double radius = sqrt(-2.0 * log((double)pmoei_uniform(u)));
   double angle = 6.283185307179586 * (double)pmoei_uniform(v);
   out[0] = (float)(radius * cos(angle));

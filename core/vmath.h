@@ -6,13 +6,15 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline float pmoei_float_of(uint32_t bits) {
+#include "core/device.h"
+
+PMOEI_SHARED float pmoei_float_of(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-static inline uint32_t pmoei_bits_of(float value) {
+PMOEI_SHARED uint32_t pmoei_bits_of(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   return bits;
@@ -20,7 +22,7 @@ static inline uint32_t pmoei_bits_of(float value) {
 
 /* exp(x) = 2^n exp(r), |r| <= ln(2)/2. Overflows to infinity, underflows through denormals to 0; exp(-inf) is 0,
  * exp(NaN) NaN. */
-static inline float pmoei_expf(float x) {
+PMOEI_SHARED float pmoei_expf(float x) {
   x = x < -104.0f ? -104.0f : x;
   x = x > 89.0f ? 89.0f : x;
   float shifted = x * 0x1.715476p0f + 0x1.8p23f; /* rounds x/ln(2) to an integer in the low bits */
@@ -38,7 +40,7 @@ static inline float pmoei_expf(float x) {
 }
 
 /* log(x) = e ln(2) + log(1 + f), 1 + f in [sqrt(1/2), sqrt(2)). log(0) is -inf, log(x < 0) NaN, log(inf) inf. */
-static inline float pmoei_logf(float x) {
+PMOEI_SHARED float pmoei_logf(float x) {
   float scaled = x < 0x1p-126f ? x * 0x1p23f : x;
   float shift = x < 0x1p-126f ? -23.0f : 0.0f;
   uint32_t bits = pmoei_bits_of(scaled);

@@ -5,17 +5,17 @@
 #include "core/vmath.h"
 
 /* 1 / (1 + exp(-x)) */
-static inline float pmoei_sigmoid(float x) { return 1.0f / (1.0f + pmoei_expf(-x)); }
+PMOEI_SHARED float pmoei_sigmoid(float x) { return 1.0f / (1.0f + pmoei_expf(-x)); }
 
 /* log(1 + y) / y for 0 <= y <= 1, also where 1 + y rounds to 1 (the ratio corrects the rounding of 1 + y; W. Kahan). */
-static inline float pmoei_log1p_ratio(float y) {
+PMOEI_SHARED float pmoei_log1p_ratio(float y) {
   float u = 1.0f + y, d = u - 1.0f;
   float ratio = pmoei_logf(u) / d;
   return d == 0.0f ? 1.0f : ratio;
 }
 
 /* sqrt(log(1 + exp(x))). Below zero by way of exp(x/2), which is still there when exp(x) has vanished. */
-static inline float pmoei_sqrt_softplus(float x) {
+PMOEI_SHARED float pmoei_sqrt_softplus(float x) {
   float z = x < 0.0f ? x : -x;
   float y = pmoei_expf(z), ratio = pmoei_log1p_ratio(y);
   float low = pmoei_expf(0.5f * z) * sqrtf(ratio), high = sqrtf(x + y * ratio);
@@ -23,7 +23,7 @@ static inline float pmoei_sqrt_softplus(float x) {
 }
 
 /* Its derivative divided by itself: 1 / ((1 + exp(-x)) 2 log(1 + exp(x))). */
-static inline float pmoei_sqrt_softplus_slope(float x) {
+PMOEI_SHARED float pmoei_sqrt_softplus_slope(float x) {
   float z = x < 0.0f ? x : -x;
   float y = pmoei_expf(z), ratio = pmoei_log1p_ratio(y);
   float softplus = x <= 0.0f ? ratio : x + y * ratio;
@@ -32,7 +32,7 @@ static inline float pmoei_sqrt_softplus_slope(float x) {
 
 /* The normal distribution's density and distribution function, relative error below 5e-7 in the distribution's lower
  * tail too down to x = -8. Below zero it is the density times Mills' ratio, a polynomial in 1 / (1 + 0.35 |x|). */
-static inline float pmoei_normal(float x, float *density) {
+PMOEI_SHARED float pmoei_normal(float x, float *density) {
   float z = x < 0.0f ? -x : x;
   float e = pmoei_expf(-0.5f * x * x);
   float t = 1.0f / (1.0f + 0.35f * z);
