@@ -45,6 +45,7 @@ Place locate_slow(Context &c, const Instruction &i, int lane, uint64_t address, 
     c.ranges[i.index & 255] = {a->base, a->base + a->size, a->alias_delta};
     return {reinterpret_cast<uint8_t *>(address + static_cast<uint64_t>(a->alias_delta)), Space::Global, address};
   }
+  if (!a && device_memory().is_pageable(address)) return {reinterpret_cast<uint8_t *>(address), Space::Global, address};
   const char *what = a && a->freed     ? "use after free: global"
                      : a && a->pending ? "use before its cudaMallocAsync, which another stream has not come to: global"
                                        : "out-of-bounds global";

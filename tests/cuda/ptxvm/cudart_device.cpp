@@ -42,6 +42,7 @@ static int attribute(cudaDeviceAttr which) {
   case cudaDevAttrMemoryPoolsSupported:
   case cudaDevAttrStreamPrioritiesSupported:
   case cudaDevAttrCanUseHostPointerForRegisteredMem: return 1;
+  case cudaDevAttrPageableMemoryAccess: return options().pageable;
   case cudaDevAttrAsyncEngineCount: return 2;
   default: return 0;
   }

@@ -1,4 +1,5 @@
 #include "device_memory.h"
+#include "engine.h"
 #include "ptx.h"
 #include "report.h"
 #include <cinttypes>
@@ -97,6 +98,11 @@ const Allocation *DeviceMemory::find(uint64_t address) const {
   if (it == table_.begin()) return nullptr;
   --it;
   return address < it->second.base + it->second.size ? &it->second : nullptr;
+}
+
+// The first pages belong to nobody.
+bool DeviceMemory::is_pageable(uint64_t address) const {
+  return options().pageable && address >= 1 << 16 && !in_arena(address) && !find(address);
 }
 
 void *DeviceMemory::host_view(const void *pointer, uint64_t size) const {

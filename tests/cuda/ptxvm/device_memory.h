@@ -38,6 +38,8 @@ public:
     return reinterpret_cast<void *>(address + static_cast<uint64_t>(arena_delta_));
   }
   bool in_arena(uint64_t address) const { return address >= arena_ && address < arena_ + kArenaSize; }
+  // Host memory that was never registered, where kernels may use that too.
+  bool is_pageable(uint64_t address) const;
   // The pointer through which host code of this library may touch [address, address + size); nullptr if not all of it
   // is live memory. Host memory that was never registered is returned as it is.
   void *host_view(const void *pointer, uint64_t size) const;

@@ -31,6 +31,7 @@ static Options read_options() {
   if (!text("PTXVM_WORKERS").empty()) o.workers = atoi(text("PTXVM_WORKERS").c_str());
   if (!text("PTXVM_LIMIT").empty()) o.instruction_limit = strtoull(text("PTXVM_LIMIT").c_str(), nullptr, 10);
   if (!text("PTXVM_CAPABILITY").empty()) o.capability = atoi(text("PTXVM_CAPABILITY").c_str());
+  o.pageable = text("PTXVM_PAGEABLE") == "1";
   return o;
 }
 

@@ -188,6 +188,7 @@ struct Options {
   int workers = 0;                         // 0: as many as the machine has cores
   uint64_t instruction_limit = 1ull << 36; // of one launch, in thread instructions
   int capability = 90;
+  bool pageable = false; // kernels may use any host memory
 };
 const Options &options(); // from the environment, read once
 inline bool is_serial() { return options().order != Order::Lockstep; }

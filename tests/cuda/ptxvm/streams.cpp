@@ -333,7 +333,8 @@ cudaError_t refuse_in_capture(cudaStream_t handle) {
 }
 
 bool is_pinned_or_device(const void *pointer) {
-  return device_memory().find(reinterpret_cast<uint64_t>(pointer)) != nullptr;
+  uint64_t address = reinterpret_cast<uint64_t>(pointer);
+  return device_memory().find(address) != nullptr || device_memory().is_pageable(address);
 }
 
 void *view(const void *pointer, size_t size, const char *who) {

@@ -1,0 +1,55 @@
+#define ON_DEVICE_ITSELF
+#include "device/on_device.h"
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#include <pmoe/nccl.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+static void expect(int good, const char *what) {
+  if (good) return;
+  fprintf(stderr, "on_device: %s failed\n", what);
+  abort();
+}
+
+/* The ranks of a group make their contexts one after the other, so neighbouring numbers keep them apart. */
+pmoe_status on_device_ctx_create(const pmoe_ctx_config *cfg, pmoe_ctx **out) {
+  static atomic_int contexts;
+  pmoe_ctx_config on_device = PMOE_CONFIG_INIT(pmoe_ctx_config);
+  if (cfg && cfg->size != sizeof on_device) return pmoe_ctx_create(cfg, out); /* a test of sizes */
+  if (cfg) on_device = *cfg;
+  int devices = 0;
+  expect(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "cudaGetDeviceCount");
+  on_device.backend = PMOE_BACKEND_CUDA;
+  on_device.device = atomic_fetch_add(&contexts, 1) % devices;
+  on_device.gemm = getenv("ON_DEVICE_GEMM");
+  return pmoe_ctx_create(&on_device, out);
+}
+
+/* A communicator of host threads carries NCCL's identifier round. */
+pmoe_status on_device_comm_from_hub(pmoe_ctx *ctx, pmoe_hub *hub, int32_t rank, pmoe_comm **out) {
+  pmoe_ctx *host_ctx;
+  pmoe_comm *host;
+  pmoe_status status = pmoe_ctx_create(NULL, &host_ctx);
+  if (status != PMOE_OK) return status;
+  status = pmoe_comm_from_hub(host_ctx, hub, rank, &host);
+  pmoe_ctx_destroy(host_ctx);
+  if (status != PMOE_OK) return status;
+  int32_t ranks = pmoe_comm_size(host);
+  ncclUniqueId mine, *all = malloc((size_t)ranks * sizeof *all);
+  expect(all && ncclGetUniqueId(&mine) == ncclSuccess, "ncclGetUniqueId");
+  status = pmoe_comm_allgather(host, &mine, all, sizeof mine);
+  expect(status == PMOE_OK, pmoe_last_error());
+  ncclComm_t comm;
+  expect(ncclCommInitRank(&comm, ranks, all[0], rank) == ncclSuccess, "ncclCommInitRank");
+  free(all);
+  pmoe_comm_destroy(host);
+  return pmoe_comm_from_nccl(ctx, comm, out);
+}
+
+pmoe_status on_device_wait(pmoe_status status) {
+  expect(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
+  return status;
+}
