@@ -1,10 +1,28 @@
 #include "a2a/a2a.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 #include "pmoe/topology.h"
+
+static pmoe_status check_device(const pmoe_ctx *ctx, const pmoe_comm *ep, const pmoe_a2a_config *cfg,
+                                int64_t capacity) {
+  if (!pmoei_on_device(ctx)) return PMOE_OK;
+  if (ep->nranks > 1 && !ep->transport->on_device)
+    return pmoei_error(PMOE_ERR_UNSUPPORTED,
+                       "ep's transport is \"%s\", which does not move a device's memory; \"nccl\" was expected for a "
+                       "context of the CUDA back end",
+                       ep->transport->name);
+  if (cfg->sizing == PMOE_SIZING_FIXED && (capacity == 0 || cfg->max_recv_rows > 0))
+    return pmoei_error(PMOE_ERR_UNSUPPORTED,
+                       "cfg->sizing is PMOE_SIZING_FIXED %s; on CUDA fixed sizing needs a capacity factor and no "
+                       "max_recv_rows, for the host must know the rows of every expert",
+                       capacity == 0 ? "without a capacity factor" : "with max_recv_rows");
+  return PMOE_OK;
+}
 
 static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, int32_t num_experts, int32_t nranks) {
   PMOEI_REQUIRE((int)cfg->sizing == PMOE_SIZING_EAGER || (int)cfg->sizing == PMOE_SIZING_FIXED,
@@ -26,14 +44,21 @@ static pmoe_status check_config(const pmoe_a2a_config *cfg, int64_t capacity, in
   return PMOE_OK;
 }
 
+static const pmoei_rows_ops *choose_rows(const pmoe_ctx *ctx) {
+#ifdef PMOE_WITH_CUDA
+  if (pmoei_on_device(ctx)) return &pmoei_rows_cuda;
+#endif
+  (void)ctx;
+  return &pmoei_rows_cpu;
+}
+
 pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_dtype dtype, int32_t num_experts,
                             int64_t capacity_per_expert, const pmoe_a2a_config *config, pmoe_a2a **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(ep);
   PMOEI_REQUIRE_POINTER(out);
   PMOEI_REQUIRE(hidden > 0, "hidden is %d; 1 or more was expected", hidden);
-  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %s; float32 or bfloat16 was expected",
-                pmoe_dtype_name(dtype));
+  PMOEI_TRY(pmoei_check_dtype(ctx, dtype, "dtype"));
   PMOEI_REQUIRE(num_experts > 0, "num_experts is %d; 1 or more was expected", num_experts);
   PMOEI_REQUIRE(capacity_per_expert >= 0, "capacity_per_expert is %" PRId64 "; 0 or more was expected",
                 capacity_per_expert);
@@ -41,17 +66,24 @@ pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_d
   if (config) PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
   PMOEI_TRY(check_config(&cfg, capacity_per_expert, num_experts, ep->nranks));
 
+  PMOEI_TRY(check_device(ctx, ep, &cfg, capacity_per_expert));
   pmoe_a2a *a2a;
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *a2a, "a2a", &a2a));
   a2a->record_bytes = sizeof(pmoei_count_record) + (size_t)num_experts * sizeof(int64_t);
-  pmoe_status status = pmoei_alloc(ctx, a2a->record_bytes * ((size_t)ep->nranks + 1), "a2a counts", &a2a->records);
+  size_t bytes = a2a->record_bytes * ((size_t)ep->nranks + 1);
+  pmoe_status status = pmoei_pinned_alloc(ctx, bytes, "a2a counts", &a2a->records);
+  if (status == PMOE_OK) memset(a2a->records, 0, bytes);
+  if (status == PMOE_OK && pmoei_on_device(ctx) && ep->nranks > 1)
+    status = pmoei_data_alloc(ctx, bytes, "a2a counts", &a2a->device_records);
   if (status != PMOE_OK) {
+    pmoei_pinned_free(ctx, a2a->records, bytes);
     pmoei_free(ctx, a2a, sizeof *a2a);
     return status;
   }
   a2a->ctx = ctx;
   a2a->ep = ep;
-  a2a->rows_ops = &pmoei_rows_cpu;
+  a2a->rows_ops = choose_rows(ctx);
+  a2a->constant = pmoei_on_device(ctx) && cfg.sizing == PMOE_SIZING_FIXED;
   a2a->refs = 1;
   a2a->hidden = hidden;
   a2a->num_experts = num_experts;
@@ -70,7 +102,9 @@ void pmoei_a2a_retain(pmoe_a2a *a2a) { a2a->refs++; }
 void pmoei_a2a_release(pmoe_a2a *a2a) {
   if (--a2a->refs > 0) return;
   pmoe_ctx *ctx = a2a->ctx;
-  pmoei_free(ctx, a2a->records, a2a->record_bytes * ((size_t)a2a->ep->nranks + 1));
+  size_t bytes = a2a->record_bytes * ((size_t)a2a->ep->nranks + 1);
+  pmoei_pinned_free(ctx, a2a->records, bytes);
+  pmoei_data_free(ctx, a2a->device_records, bytes);
   pmoei_comm_release(a2a->ep);
   pmoei_free(ctx, a2a, sizeof *a2a);
   pmoei_ctx_release(ctx);

@@ -28,7 +28,9 @@ struct pmoe_a2a {
   pmoe_a2a_config cfg;
   int64_t capacity; /* per expert; FIXED without max_recv_rows */
   size_t record_bytes;
-  char *records; /* [nranks] received, then this rank's own */
+  char *records;        /* [nranks] received, then this rank's own; pinned */
+  char *device_records; /* the same on a device that shares its experts with others */
+  bool constant;        /* every rank sends every expert `capacity` rows, padding included: no counts are exchanged */
 };
 
 typedef enum pmoei_motion { PMOEI_MOTION_NONE, PMOEI_MOTION_OUT, PMOEI_MOTION_BACK } pmoei_motion;
@@ -58,6 +60,8 @@ struct pmoe_plan {
   int32_t top_k;
   size_t bytes; /* of the block below */
   void *block;
+  const int64_t *map_first_row;     /* first_row in data memory */
+  int64_t *device_first_row;        /* that, where it is other memory */
   int64_t *first_row;               /* [E] row of the expert's slot 0 on the token side */
   int64_t *send_first, *send_count; /* [nranks] as moved, padding included */
   int64_t *recv_first, *recv_count;
@@ -72,6 +76,11 @@ struct pmoe_plan {
 
 /* Rows that one rank may send another in FIXED mode. */
 int64_t pmoei_a2a_bucket(const pmoe_a2a *a2a, int32_t to);
+
+/* pmoei_plan_settle in two: where counts are on their way to the host, work that does not need them may be enqueued in
+ * between. */
+pmoe_status pmoei_plan_send_counts(pmoe_plan *plan, const pmoe_routing *routing, pmoe_status mine);
+pmoe_status pmoei_plan_take_counts(pmoe_plan *plan, const pmoe_routing *routing, pmoe_status mine);
 
 /* pmoe_plan_build for a caller whose own checks came out as `mine`: takes part in the count exchange in any case, and
  * returns what all ranks can agree on: `mine` if it is an error, ERR_COMM if a peer brought one. */

@@ -229,3 +229,7 @@ pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine
   if (status == PMOE_ERR_TIMEOUT) status = pmoei_error(status, "%s: %s", what, pmoe_last_error());
   return mine == PMOE_OK ? status : pmoei_error(mine, "%s", outcome.why);
 }
+
+pmoe_status pmoei_comm_agree_in_step(pmoe_comm *comm, const char *what, pmoe_status mine) {
+  return comm->transport->on_device ? mine : pmoei_comm_agree(comm, what, mine);
+}

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/data.h"
 #include "core/random.h"
 
 /* Measures (base NULL) or carves a communicator's block. */
@@ -70,7 +71,21 @@ pmoe_status pmoei_allgather(pmoe_comm *comm, const char *what, const void *src, 
 
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type) {
   PMOEI_TRY(ready(comm));
+  if (comm->nranks == 1) return PMOE_OK;
   return remember(comm, comm->transport->allreduce(comm, what, inout, n, type));
+}
+
+pmoe_status pmoei_allgather_data(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each) {
+  PMOEI_TRY(ready(comm));
+  return remember(comm, comm->transport->allgather_data(comm, what, src, dst, bytes_each));
+}
+
+pmoe_status pmoei_comm_wait(pmoe_comm *comm, const char *what) {
+  PMOEI_TRY(ready(comm));
+  pmoe_status status = remember(comm, comm->transport->wait(comm, what));
+  /* Late, or gone: what NCCL holds has to be ended before anything else can be. */
+  if (status != PMOE_OK) comm->transport->fail(comm, comm->why);
+  return status;
 }
 
 pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange) {
@@ -148,18 +163,18 @@ pmoe_status pmoe_comm_allgather(pmoe_comm *comm, const void *src, void *dst, siz
   return pmoei_allgather(comm, __func__, src, dst, bytes_each);
 }
 
-static pmoe_status check_allreduce(const void *inout, int64_t n, pmoe_dtype dtype) {
+static pmoe_status check_allreduce(const pmoe_comm *comm, const void *inout, int64_t n, pmoe_dtype dtype) {
   PMOEI_REQUIRE(n >= 0, "n is %lld; 0 or more was expected", (long long)n);
   if (n > 0) PMOEI_REQUIRE_POINTER(inout);
-  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16, "dtype is %d (%s); PMOE_F32 or PMOE_BF16 was expected",
-                (int)dtype, pmoe_dtype_name(dtype));
-  return PMOE_OK;
+  return pmoei_check_dtype(comm->ctx, dtype, "dtype");
 }
 
 pmoe_status pmoe_comm_allreduce(pmoe_comm *comm, void *inout, int64_t n, pmoe_dtype dtype) {
   PMOEI_REQUIRE_POINTER(comm);
-  PMOEI_TRY(pmoei_comm_agree(comm, __func__, check_allreduce(inout, n, dtype)));
-  return pmoei_allreduce(comm, __func__, inout, n, dtype == PMOE_F32 ? PMOEI_SUM_F32 : PMOEI_SUM_BF16);
+  PMOEI_TRY(pmoei_comm_agree(comm, __func__, check_allreduce(comm, inout, n, dtype)));
+  PMOEI_TRY(pmoei_ctx_enter(comm->ctx, NULL));
+  PMOEI_TRY(pmoei_allreduce(comm, __func__, inout, n, pmoei_sum_of(dtype)));
+  return pmoei_data_wait(comm->ctx);
 }
 
 typedef struct split_entry {
@@ -201,8 +216,8 @@ pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_co
   int32_t frame = -1;
   pmoe_status status = out ? PMOE_OK : pmoei_error(PMOE_ERR_ARG, "out is NULL; a pointer was expected");
   if (status == PMOE_OK)
-    status =
-        pmoei_scratch_open_host(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room, &frame);
+    status = pmoei_scratch_open_host(comm->ctx, (size_t)comm->nranks * (sizeof(split_entry) + sizeof(int32_t)), &room,
+                                     &frame);
   status = pmoei_comm_agree(comm, __func__, status);
   if (status == PMOE_OK) status = split(comm, __func__, (split_entry){color, key}, room, out);
   if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);

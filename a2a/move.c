@@ -5,6 +5,7 @@
 #include "a2a/a2a.h"
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 
 /* ---- staging ---- */
 
@@ -60,16 +61,25 @@ static pmoe_status open_staging(pmoe_plan *plan, pmoe_mat *rows, float *row_valu
 }
 
 /* Padding is sent too, so it is defined: zero. */
-static void zero_padding(int32_t ranks, const int64_t *first, const int64_t *real, const int64_t *count, pmoe_mat *rows,
-                         float *value) {
-  size_t row_bytes = (size_t)rows->cols * pmoe_dtype_size(rows->dtype);
-  for (int32_t rank = 0; rank < ranks; rank++) {
-    int64_t pad = count[rank] - real[rank];
-    if (pad == 0) continue;
-    memset(pmoei_row(rows, first[rank] + real[rank]), 0, (size_t)pad * row_bytes);
-    if (value) memset(value + first[rank] + real[rank], 0, (size_t)pad * sizeof *value);
+static pmoe_status zero_padding(const pmoe_a2a *a2a, const int64_t *first, const int64_t *real, const int64_t *count,
+                                pmoe_mat *rows, float *value) {
+  for (int32_t rank = 0; rank < a2a->ep->nranks; rank++) {
+    int64_t pad = count[rank] - real[rank], at = first[rank] + real[rank];
+    PMOEI_TRY(pmoei_data_zero_rows(a2a->ctx, rows, at, pad));
+    if (value) PMOEI_TRY(pmoei_data_zero(a2a->ctx, value + at, (size_t)pad * sizeof *value));
   }
+  return PMOE_OK;
 }
+
+/* With constant counts padding lies behind each expert's own rows, which the host does not know. */
+static pmoe_status zero_all(const pmoe_a2a *a2a, const pmoe_mat *rows, float *value) {
+  if (!a2a->constant) return PMOE_OK;
+  PMOEI_TRY(pmoei_data_zero_rows(a2a->ctx, rows, 0, rows->rows));
+  return value ? pmoei_data_zero(a2a->ctx, value, (size_t)rows->rows * sizeof *value) : PMOE_OK;
+}
+
+/* Whether all blocks of an exchange are of one size. */
+static bool is_uniform(const pmoe_a2a *a2a) { return a2a->constant && a2a->num_experts % a2a->ep->nranks == 0; }
 
 static void close_movement(pmoe_plan *plan) {
   if (plan->move.scratch >= 0) pmoei_scratch_close(plan->a2a->ctx, plan->move.scratch);
@@ -93,30 +103,32 @@ static pmoe_status start_out(pmoe_plan *plan, const char *what, const pmoei_row_
   pmoei_movement *move = &plan->move;
   move->motion = PMOEI_MOTION_OUT;
   if (a2a->ep->nranks == 1) {
-    a2a->rows_ops->spread(a2a->ctx, map, x, rows, weight, scale, row_value);
-    return PMOE_OK;
+    PMOEI_TRY(zero_all(a2a, rows, row_value));
+    return a2a->rows_ops->spread(a2a->ctx, map, x, rows, weight, scale, row_value);
   }
   move->rows = *rows;
   move->row_value = row_value;
   bool values = weight != NULL;
   PMOEI_TRY(open_staging(plan, rows, row_value, values));
-  a2a->rows_ops->spread(a2a->ctx, map, x, &move->sent, weight, scale, move->sent_value);
-  zero_padding(a2a->ep->nranks, plan->send_first, plan->send_real, plan->send_count, &move->sent, move->sent_value);
+  PMOEI_TRY(zero_all(a2a, &move->sent, move->sent_value));
+  PMOEI_TRY(a2a->rows_ops->spread(a2a->ctx, map, x, &move->sent, weight, scale, move->sent_value));
+  PMOEI_TRY(zero_padding(a2a, plan->send_first, plan->send_real, plan->send_count, &move->sent, move->sent_value));
   move->exchange = (pmoei_exchange){.what = what,
                                     .send_first = plan->send_first,
                                     .send_rows = plan->send_count,
                                     .recv_first = plan->recv_first,
-                                    .recv_rows = plan->recv_count};
+                                    .recv_rows = plan->recv_count,
+                                    .uniform = is_uniform(a2a)};
   set_parts(&move->exchange, &move->sent, move->sent_value, &move->owned, move->owned_value, values);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
 
-static void end_out(pmoe_plan *plan) {
+static pmoe_status end_out(pmoe_plan *plan) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_movement *move = &plan->move;
-  if (!move->direct)
-    a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->runs, &move->owned, &move->rows,
-                             move->owned_value, move->row_value);
+  if (move->direct) return PMOE_OK;
+  return a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->runs, &move->owned,
+                                  &move->rows, move->owned_value, move->row_value);
 }
 
 /* ---- back: rows to tokens ---- */
@@ -129,9 +141,8 @@ static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row
   if (a2a->ep->nranks == 1) {
     pmoei_row_sum here = *sum;
     here.rows = rows;
-    a2a->rows_ops->sum(a2a->ctx, map, &here);
-    if (token_value) a2a->rows_ops->pick(a2a->ctx, map, row_value, token_value);
-    return PMOE_OK;
+    PMOEI_TRY(a2a->rows_ops->sum(a2a->ctx, map, &here));
+    return token_value ? a2a->rows_ops->pick(a2a->ctx, map, row_value, token_value) : PMOE_OK;
   }
   move->map = *map;
   move->sum = *sum;
@@ -143,33 +154,36 @@ static pmoe_status start_back(pmoe_plan *plan, const char *what, const pmoei_row
   bool values = sum->weight == NULL;        /* backward: the rows' values come back, and the sum needs no weights */
   PMOEI_TRY(open_staging(plan, &source, source_value, values));
   if (!move->direct) {
-    a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->back_runs, rows, &move->owned,
-                             row_value, move->owned_value);
-    zero_padding(a2a->ep->nranks, plan->recv_first, plan->recv_real, plan->recv_count, &move->owned, move->owned_value);
+    PMOEI_TRY(a2a->rows_ops->copy_runs(a2a->ctx, (int64_t)a2a->num_local * a2a->ep->nranks, plan->back_runs, rows,
+                                       &move->owned, row_value, move->owned_value));
+    PMOEI_TRY(zero_padding(a2a, plan->recv_first, plan->recv_real, plan->recv_count, &move->owned, move->owned_value));
   }
   move->exchange = (pmoei_exchange){.what = what,
                                     .send_first = plan->recv_first,
                                     .send_rows = plan->recv_count,
                                     .recv_first = plan->send_first,
-                                    .recv_rows = plan->send_count};
+                                    .recv_rows = plan->send_count,
+                                    .uniform = is_uniform(a2a)};
   set_parts(&move->exchange, &move->owned, move->owned_value, &move->sent, move->sent_value, values);
   return pmoei_exchange_start(a2a->ep, &move->exchange);
 }
 
-static void end_back(pmoe_plan *plan) {
+static pmoe_status end_back(pmoe_plan *plan) {
   const pmoe_a2a *a2a = plan->a2a;
   pmoei_movement *move = &plan->move;
   move->sum.rows = &move->sent;
   move->sum.y = &move->tokens;
   if (move->sum.branch) move->sum.branch = &move->branch;
-  a2a->rows_ops->sum(a2a->ctx, &move->map, &move->sum);
-  if (move->token_value) a2a->rows_ops->pick(a2a->ctx, &move->map, move->sent_value, move->token_value);
+  PMOEI_TRY(a2a->rows_ops->sum(a2a->ctx, &move->map, &move->sum));
+  if (!move->token_value) return PMOE_OK;
+  return a2a->rows_ops->pick(a2a->ctx, &move->map, move->sent_value, move->token_value);
 }
 
 /* ---- public ---- */
 
 static pmoe_status check_choices(const pmoe_plan *plan, const pmoe_routing *r) {
   PMOEI_REQUIRE(r->expert && r->slot, "routing->expert or routing->slot is NULL; both were expected");
+  if (pmoei_on_device(plan->a2a->ctx)) return PMOE_OK; /* what is there cannot be read here */
   for (int64_t choice = 0; choice < r->tokens * r->top_k; choice++) {
     if (r->slot[choice] < 0) continue;
     int32_t expert = r->expert[choice];
@@ -193,7 +207,7 @@ static pmoe_status make_map(const pmoe_plan *plan, const pmoe_routing *routing, 
                 "routing has %" PRId64 " tokens and top_k %d; the plan was built with %" PRId64 " and %d", r.tokens,
                 r.top_k, plan->tokens, plan->top_k);
   PMOEI_TRY(check_choices(plan, &r));
-  *map = (pmoei_row_map){r.tokens, r.top_k, r.expert, r.slot, plan->first_row};
+  *map = (pmoei_row_map){r.tokens, r.top_k, r.expert, r.slot, plan->map_first_row};
   return PMOE_OK;
 }
 
@@ -217,8 +231,8 @@ static pmoe_status dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing
 
 pmoe_status pmoe_dispatch_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *x, pmoe_mat *rows,
                                   pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
+  PMOEI_TRY(pmoei_ctx_enter(plan->a2a->ctx, stream));
   return settle(plan, dispatch_forward(plan, routing, x, rows));
 }
 
@@ -243,8 +257,8 @@ static pmoe_status combine_forward(pmoe_plan *plan, const pmoe_routing *routing,
 
 pmoe_status pmoe_combine_forward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *rows,
                                  const pmoe_branch *branch, pmoe_mat *y, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
+  PMOEI_TRY(pmoei_ctx_enter(plan->a2a->ctx, stream));
   return settle(plan, combine_forward(plan, routing, rows, branch, y));
 }
 
@@ -262,8 +276,8 @@ static pmoe_status combine_backward(pmoe_plan *plan, const pmoe_routing *routing
 
 pmoe_status pmoe_combine_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *dy, const float *scale,
                                   pmoe_mat *drows, float *row_weight, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
+  PMOEI_TRY(pmoei_ctx_enter(plan->a2a->ctx, stream));
   return settle(plan, combine_backward(plan, routing, dy, scale, drows, row_weight));
 }
 
@@ -282,22 +296,21 @@ static pmoe_status dispatch_backward(pmoe_plan *plan, const pmoe_routing *routin
 
 pmoe_status pmoe_dispatch_backward(pmoe_plan *plan, const pmoe_routing *routing, const pmoe_mat *drows,
                                    const float *drow_weight, pmoe_mat *dx, float *dweight, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
+  PMOEI_TRY(pmoei_ctx_enter(plan->a2a->ctx, stream));
   return settle(plan, dispatch_backward(plan, routing, drows, drow_weight, dx, dweight));
 }
 
 pmoe_status pmoe_plan_finish(pmoe_plan *plan, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(plan);
+  PMOEI_TRY(pmoei_ctx_enter(plan->a2a->ctx, stream));
   pmoei_movement *move = &plan->move;
   if (move->motion == PMOEI_MOTION_NONE)
     return pmoei_error(PMOE_ERR_STATE, "pmoe_plan_finish: no movement is under way");
   pmoe_status status = PMOE_OK;
   if (plan->a2a->ep->nranks > 1) {
     status = pmoei_exchange_finish(plan->a2a->ep, &move->exchange);
-    if (status == PMOE_OK && move->motion == PMOEI_MOTION_OUT) end_out(plan);
-    if (status == PMOE_OK && move->motion == PMOEI_MOTION_BACK) end_back(plan);
+    if (status == PMOE_OK) status = move->motion == PMOEI_MOTION_OUT ? end_out(plan) : end_back(plan);
   }
   close_movement(plan);
   return settle(plan, status);

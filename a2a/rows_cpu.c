@@ -91,10 +91,11 @@ static void spread_task(void *arg, int64_t index, int32_t thread) {
   end_stream(job->stream);
 }
 
-static void spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows,
-                   const float *weight, const float *scale, float *row_weight) {
+static pmoe_status spread(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe_mat *x, pmoe_mat *rows,
+                          const float *weight, const float *scale, float *row_weight) {
   spread_job job = {map, x, rows, weight, scale, row_weight, should_stream(rows)};
   pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), spread_task, &job);
+  return PMOE_OK;
 }
 
 /* ---- sum ---- */
@@ -193,16 +194,18 @@ static void sum_task(void *arg, int64_t index, int32_t thread) {
       sum_token(job, t, column, smaller(COLUMNS_PER_PASS, cols - column));
 }
 
-static void sum_rows(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoei_row_sum *sum) {
+static pmoe_status sum_rows(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoei_row_sum *sum) {
   sum_job job = {map, sum};
   pmoei_parallel(ctx, num_tasks(map->tokens, TOKENS_PER_TASK), sum_task, &job);
+  return PMOE_OK;
 }
 
 /* ---- pick ---- */
-static void pick(const pmoe_ctx *ctx, const pmoei_row_map *map, const float *row_value, float *value) {
+static pmoe_status pick(const pmoe_ctx *ctx, const pmoei_row_map *map, const float *row_value, float *value) {
   (void)ctx; /* T·K floats: not worth a parallel region */
   for (int64_t choice = 0; choice < map->tokens * map->top_k; choice++)
     value[choice] = map->slot[choice] < 0 ? 0.0f : row_value[map->first_row[map->expert[choice]] + map->slot[choice]];
+  return PMOE_OK;
 }
 
 /* ---- copy_runs ---- */
@@ -230,10 +233,11 @@ static void copy_task(void *arg, int64_t index, int32_t thread) {
     memcpy(job->to_value + run->to, job->from_value + run->from, (size_t)run->rows * sizeof(float));
 }
 
-static void copy_runs(const pmoe_ctx *ctx, int64_t num_runs, const pmoei_row_run *runs, const pmoe_mat *from,
-                      pmoe_mat *to, const float *from_value, float *to_value) {
+static pmoe_status copy_runs(const pmoe_ctx *ctx, int64_t num_runs, const pmoei_row_run *runs, const pmoe_mat *from,
+                             pmoe_mat *to, const float *from_value, float *to_value) {
   copy_job job = {runs, from, to, from_value, to_value};
   pmoei_parallel(ctx, num_runs, copy_task, &job);
+  return PMOE_OK;
 }
 
 const pmoei_rows_ops pmoei_rows_cpu = {spread, sum_rows, pick, copy_runs};

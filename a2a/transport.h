@@ -1,4 +1,4 @@
-/* What a transport does for a communicator. One table per kind: self, threads, callbacks, MPI. */
+/* What a transport does for a communicator. One table per kind: self, threads, callbacks, MPI, NCCL. */
 #ifndef PMOEI_TRANSPORT_H
 #define PMOEI_TRANSPORT_H
 #include <pmoe/comm.h>
@@ -24,10 +24,15 @@ typedef struct pmoei_exchange {
   pmoei_part part[PMOEI_MAX_PARTS];
   const int64_t *send_first, *send_rows; /* [nranks] in rows from part.send */
   const int64_t *recv_first, *recv_rows; /* [nranks] in rows from part.recv */
+  bool uniform; /* on every rank: the same number of rows between any two, back to back in rank order */
   void *request;
 } pmoei_exchange;
 
-typedef enum pmoei_sum { PMOEI_SUM_F32, PMOEI_SUM_BF16, PMOEI_SUM_F64, PMOEI_SUM_I64 } pmoei_sum;
+typedef enum pmoei_sum { PMOEI_SUM_F32, PMOEI_SUM_BF16, PMOEI_SUM_F64, PMOEI_SUM_I64, PMOEI_SUM_F16 } pmoei_sum;
+
+static inline pmoei_sum pmoei_sum_of(pmoe_dtype dtype) {
+  return dtype == PMOE_F32 ? PMOEI_SUM_F32 : dtype == PMOE_BF16 ? PMOEI_SUM_BF16 : PMOEI_SUM_F16;
+}
 
 /* The ranks that form a new communicator with this one; size 0 when this rank joins none. */
 typedef struct pmoei_subgroup {
@@ -39,7 +44,14 @@ typedef struct pmoei_subgroup {
 /* All are collective except fail and destroy. `what` names the collective in errors. */
 typedef struct pmoei_transport {
   const char *name;
+  /* Rows and sums are data memory of a device, and calls on them are enqueued on the context's stream. */
+  bool on_device;
+  /* Host values; waits. */
   pmoe_status (*allgather)(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
+  /* Those of on_device only. Data memory, enqueued. */
+  pmoe_status (*allgather_data)(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
+  /* The host waits for what the context's stream holds now; a peer that does not come is an error. */
+  pmoe_status (*wait)(pmoe_comm *comm, const char *what);
   /* At most PMOEI_MAX_EXCHANGES may be under way, and one more that finishes before the next starts; the others finish
    * in the order of starting. start waits for no peer where the transport can. */
   pmoe_status (*exchange_start)(pmoe_comm *comm, pmoei_exchange *exchange);
@@ -86,6 +98,9 @@ void pmoei_comm_release(pmoe_comm *comm);
 pmoe_status pmoei_allgather(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
 pmoe_status pmoei_exchange_start(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_exchange_finish(pmoe_comm *comm, pmoei_exchange *exchange);
+/* Data memory; those of on_device only. */
+pmoe_status pmoei_allgather_data(pmoe_comm *comm, const char *what, const void *src, void *dst, size_t bytes_each);
+pmoe_status pmoei_comm_wait(pmoe_comm *comm, const char *what);
 /* Both in one, also while others are under way. */
 pmoe_status pmoei_exchange_now(pmoe_comm *comm, pmoei_exchange *exchange);
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type);
@@ -102,6 +117,11 @@ pmoe_status pmoei_comm_fail(pmoe_comm *comm, pmoe_status status, const char *why
  * another call: ERR_MISMATCH with both names. The communicator stays usable. `what` names the call. Collective, and
  * made even by a rank whose arguments are wrong. Allocates nothing. */
 pmoe_status pmoei_comm_agree(pmoe_comm *comm, const char *what, pmoe_status mine);
+
+/* The same before the first exchange of a step's call. Where steps are enqueued nothing can be agreed on without
+ * waiting: a rank that refuses its arguments returns its error, has sent nothing, and may call again; its peers'
+ * streams wait for it. */
+pmoe_status pmoei_comm_agree_in_step(pmoe_comm *comm, const char *what, pmoe_status mine);
 
 /* For transports' tables: collectives made of the transport's own exchange. */
 pmoe_status pmoei_allgather_by_exchange(pmoe_comm *comm, const char *what, const void *src, void *dst,

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PMOEI_ALIGN 64 /* of every block: a cache line, and the widest vector */
+#define PMOEI_ALIGN 64         /* of every block: a cache line, and the widest vector */
 #define PMOEI_DEVICE_ALIGN 256 /* of what an allocator is asked for on a device */
 
 typedef struct pmoei_arena {

@@ -149,6 +149,7 @@ pmoe_status pmoei_cuda_create(pmoe_ctx *ctx, const pmoe_ctx_config *cfg) {
   PMOEI_TRY(describe(cuda));
   PMOEI_TRY(pmoei_cublas_status(cublasCreate(&cuda->cublas), "cublasCreate"));
   PMOEI_TRY(pmoei_alloc_kind(ctx, cuda->workspace_bytes, PMOE_MEM_DEVICE, "cuBLAS workspace", &cuda->workspace));
+  PMOEI_CUDA_TRY(cudaEventCreateWithFlags(&cuda->reached, cudaEventDisableTiming));
   for (int i = 0; i < PMOEI_SIDE_STREAMS; i++) PMOEI_TRY(open_lane(ctx, &cuda->side[i], true));
   PMOEI_TRY(open_lane(ctx, &cuda->branch, true));
   return open_lane(ctx, &cuda->exchange, false);
@@ -161,6 +162,7 @@ void pmoei_cuda_destroy(pmoe_ctx *ctx) {
   for (int i = 0; i < PMOEI_SIDE_STREAMS; i++) close_lane(ctx, &cuda->side[i]);
   close_lane(ctx, &cuda->branch);
   close_lane(ctx, &cuda->exchange);
+  if (cuda->reached) (void)cudaEventDestroy(cuda->reached);
   if (cuda->cublas) (void)cublasDestroy(cuda->cublas);
   pmoei_free_kind(ctx, cuda->workspace, cuda->workspace_bytes, PMOE_MEM_DEVICE);
   ctx->cuda = NULL;

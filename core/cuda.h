@@ -34,6 +34,7 @@ struct pmoei_cuda {
   pmoei_cuda_lane side[PMOEI_SIDE_STREAMS]; /* products of single experts */
   pmoei_cuda_lane branch;                   /* the dense branch */
   pmoei_cuda_lane exchange;                 /* rows on their way */
+  cudaEvent_t reached;                      /* by the host, where it waits */
   bool grouped;                             /* ragged products by cublasGemmGroupedBatchedEx */
   char library[48], name[96];
 };

@@ -24,6 +24,13 @@ pmoe_status pmoei_ctx_enter(pmoe_ctx *ctx, pmoe_stream stream) {
   return PMOE_OK;
 }
 
+pmoe_status pmoei_check_dtype(const pmoe_ctx *ctx, pmoe_dtype dtype, const char *what) {
+  bool half = pmoei_on_device(ctx);
+  PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16 || (dtype == PMOE_F16 && half), "%s is %s; %s was expected",
+                what, pmoe_dtype_name(dtype), half ? "float32, bfloat16 or float16" : "float32 or bfloat16");
+  return PMOE_OK;
+}
+
 static pmoe_mem data_kind(const pmoe_ctx *ctx) { return pmoei_on_device(ctx) ? PMOE_MEM_DEVICE : PMOE_MEM_HOST; }
 static pmoe_mem pinned_kind(const pmoe_ctx *ctx) { return pmoei_on_device(ctx) ? PMOE_MEM_PINNED : PMOE_MEM_HOST; }
 

@@ -9,6 +9,9 @@ static inline bool pmoei_on_device(const pmoe_ctx *ctx) { return ctx->cuda != NU
 /* At the start of a public call that works on data: its stream (NULL on the CPU), and the context's device current. */
 pmoe_status pmoei_ctx_enter(pmoe_ctx *ctx, pmoe_stream stream);
 
+/* Whether tokens and rows can be of that type: float32, bfloat16, and on CUDA float16. ERR_ARG names `what`. */
+pmoe_status pmoei_check_dtype(const pmoe_ctx *ctx, pmoe_dtype dtype, const char *what);
+
 /* Unset, PMOEI_ALIGN-aligned (256 bytes on CUDA). ERR_NOMEM names `what`. bytes == 0 gives *out = NULL. */
 pmoe_status pmoei_data_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer);
 void pmoei_data_free(pmoe_ctx *ctx, void *p, size_t bytes);

@@ -30,7 +30,11 @@ static pmoe_status use_stream(pmoe_ctx *ctx, cudaStream_t stream, void *workspac
   return pmoei_cublas_status(cublasSetWorkspace(cuda->cublas, workspace, cuda->workspace_bytes), "cublasSetWorkspace");
 }
 
-static pmoe_status use_main(pmoe_ctx *ctx) { return use_stream(ctx, pmoei_cuda_stream(ctx), ctx->cuda->workspace); }
+static pmoe_status use_main(pmoe_ctx *ctx) {
+  const struct pmoei_cuda *cuda = ctx->cuda;
+  bool branch = pmoei_cuda_stream(ctx) == cuda->branch.stream;
+  return use_stream(ctx, pmoei_cuda_stream(ctx), branch ? cuda->branch.workspace : cuda->workspace);
+}
 
 /* Whether there is nothing to multiply; cuBLAS refuses such sizes. */
 static bool trivial(const pmoei_product *p) { return p->m == 0 || p->n == 0 || p->k == 0; }

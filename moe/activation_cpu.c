@@ -2,36 +2,10 @@
 
 #include "core/dtype.h"
 #include "core/simd.h"
-#include "core/vmath_act.h"
 #include "moe/activation.h"
+#include "moe/activation_math.h"
 
 enum { CHUNK = 512 }; /* columns at a time: what one chunk touches stays in the first-level cache */
-
-/* The value and derivative of each scalar function, as one inline function, so that loops below can be stamped out for
- * each. */
-static inline float gelu(float h, float *slope) {
-  float density, normal = pmoei_normal(h, &density);
-  *slope = normal + h * density;
-  return h * normal;
-}
-
-static inline float gelu_tanh(float h, float *slope) { /* (1 + tanh u) / 2 is the sigmoid of 2u */
-  const float a = 1.595769122f, b = 0.071354816f;      /* 2 sqrt(2/pi), and 0.044715 times it */
-  float s = pmoei_sigmoid(h * (a + b * h * h));
-  *slope = s + h * s * (1.0f - s) * (a + 3.0f * b * h * h);
-  return h * s;
-}
-
-static inline float relu(float h, float *slope) { /* NaN goes through */
-  *slope = h > 0.0f ? 1.0f : h <= 0.0f ? 0.0f : h;
-  return h < 0.0f ? 0.0f : h;
-}
-
-static inline float silu(float h, float *slope) {
-  float s = pmoei_sigmoid(h);
-  *slope = s + h * s * (1.0f - s);
-  return h * s;
-}
 
 /* One chunk of one row. Backward returns dact . a. Outputs may be the memory of inputs. */
 typedef struct chunk_grad {
@@ -46,13 +20,13 @@ typedef float (*backward_chunk)(int64_t n, const chunk_grad *c);
   PMOEI_VECTORISED static void name##_forward(int64_t n, const float *h, const float *up, float *a) {                  \
     (void)up;                                                                                                          \
     float slope;                                                                                                       \
-    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = name(h[i], &slope);                                              \
+    PMOEI_SIMD for (int64_t i = 0; i < n; i++) a[i] = pmoei_##name(h[i], &slope);                                      \
   }                                                                                                                    \
   PMOEI_VECTORISED static float name##_backward(int64_t n, const chunk_grad *c) {                                      \
     const float *h = c->h, *dact = c->dact;                                                                            \
     float *dh = c->dh, *weighted = c->weighted, weight = c->weight, sum = 0;                                           \
     PMOEI_SIMD_SUM(sum) for (int64_t i = 0; i < n; i++) {                                                              \
-      float slope, a = name(h[i], &slope), d = dact[i];                                                                \
+      float slope, a = pmoei_##name(h[i], &slope), d = dact[i];                                                        \
       sum += d * a;                                                                                                    \
       dh[i] = weight * d * slope;                                                                                      \
       weighted[i] = weight * a;                                                                                        \
@@ -82,8 +56,8 @@ PLAIN_ACTIVATION(gelu)
 PLAIN_ACTIVATION(gelu_tanh)
 PLAIN_ACTIVATION(relu)
 PLAIN_ACTIVATION(silu)
-GATED_ACTIVATION(swiglu, silu)
-GATED_ACTIVATION(geglu, gelu)
+GATED_ACTIVATION(swiglu, pmoei_silu)
+GATED_ACTIVATION(geglu, pmoei_gelu)
 
 static const struct {
   forward_chunk forward;

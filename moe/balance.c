@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/config.h"
+#include "core/data.h"
 #include "moe/layer.h"
 
 static pmoe_status sum_over(void *user, int64_t *inout, int64_t n, pmoe_stream stream) {
@@ -48,7 +49,7 @@ bool pmoei_layer_shares_losses(const pmoe_layer *layer) {
 pmoe_status pmoei_layer_agree_on_losses(pmoe_layer *layer, pmoe_status mine) {
   pmoe_comm *comms[] = {layer->micro_batch, layer->loss_global};
   for (int i = 0; i < 2; i++)
-    if (comms[i] && comms[i]->nranks > 1) mine = pmoei_comm_agree(comms[i], "pmoe_layer_forward", mine);
+    if (comms[i] && comms[i]->nranks > 1) mine = pmoei_comm_agree_in_step(comms[i], "pmoe_layer_forward", mine);
   return mine;
 }
 
@@ -77,7 +78,7 @@ static void move_average(float *average, float latest, float decay, bool first) 
 }
 
 void pmoei_layer_note_load(pmoe_layer *layer, const pmoe_step *step, const pmoe_gate_stats *stats,
-                           const pmoe_routing *routing) {
+                           const int64_t *expert_count) {
   if (!step->training || step->recompute) return;
   pmoe_load *load = &layer->load.values;
   int32_t experts = layer->gate_cfg.num_experts;
@@ -85,15 +86,15 @@ void pmoei_layer_note_load(pmoe_layer *layer, const pmoe_step *step, const pmoe_
   bool first = load->forwards++ == 0;
   float decay = layer->cfg.load_decay;
   for (int32_t e = 0; e < experts; e++) {
-    layer->load.count[e] = routing->expert_count[e];
-    choices += routing->expert_count[e];
+    layer->load.count[e] = expert_count[e];
+    choices += expert_count[e];
   }
   load->max_over_mean = stats->load_max_over_mean;
   load->cv = stats->load_cv;
   load->entropy = stats->entropy;
   load->dropped_share = stats->dropped_share;
   for (int32_t e = 0; e < experts; e++) {
-    float share = choices > 0 ? (float)((double)routing->expert_count[e] / (double)choices) : 0;
+    float share = choices > 0 ? (float)((double)expert_count[e] / (double)choices) : 0;
     move_average(&layer->load.share[e], share, decay, first);
   }
   move_average(&load->mean_max_over_mean, load->max_over_mean, decay, first);
@@ -127,8 +128,8 @@ static pmoe_status check_update(const pmoe_layer *layer, float rate, int32_t cen
 }
 
 pmoe_status pmoe_layer_update_selection_bias(pmoe_layer *layer, float rate, int32_t centred, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
+  PMOEI_TRY(pmoei_ctx_enter(layer->ctx, stream));
   int32_t experts = layer->gate_cfg.num_experts;
   size_t bytes = (size_t)experts * sizeof(int64_t);
   float *bias = NULL;
@@ -136,11 +137,12 @@ pmoe_status pmoe_layer_update_selection_bias(pmoe_layer *layer, float rate, int3
   int32_t scratch = -1;
   pmoe_status status = check_update(layer, rate, centred, &bias);
   if (status == PMOE_OK) status = pmoei_scratch_open(layer->ctx, bytes, (void **)&count, &scratch);
-  status = pmoei_comm_agree(layer->groups.stage, "pmoe_layer_update_selection_bias", status);
-  if (status == PMOE_OK) status = pmoe_gate_take_counts(layer->gate, count);
+  status = pmoei_comm_agree_in_step(layer->groups.stage, "pmoe_layer_update_selection_bias", status);
+  if (status == PMOE_OK) status = pmoei_data_copy(layer->ctx, count, pmoei_gate_counts(layer->gate), bytes);
+  if (status == PMOE_OK) status = pmoei_gate_clear_counts(layer->gate);
   if (status == PMOE_OK)
     status = pmoei_allreduce(layer->groups.stage, "router.selection_bias", count, experts, PMOEI_SUM_I64);
-  if (status == PMOE_OK) status = pmoe_selection_bias_update(experts, count, rate, centred, bias);
+  if (status == PMOE_OK) status = pmoei_selection_bias_update(layer->ctx, experts, count, rate, centred, bias);
   if (scratch >= 0) pmoei_scratch_close(layer->ctx, scratch);
   return status;
 }

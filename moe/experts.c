@@ -3,18 +3,19 @@
 
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
 
-static pmoe_status check_config(int32_t hidden, int32_t num_local_experts, const pmoe_experts_config *cfg) {
+static pmoe_status check_config(const pmoe_ctx *ctx, int32_t hidden, int32_t num_local_experts,
+                                const pmoe_experts_config *cfg) {
   PMOEI_REQUIRE(hidden > 0, "hidden is %d; at least 1 was expected", hidden);
   PMOEI_REQUIRE(num_local_experts >= 0, "num_local_experts is %d; at least 0 was expected", num_local_experts);
   PMOEI_REQUIRE(cfg->inner > 0, "cfg->inner is %d; at least 1 was expected", cfg->inner);
   PMOEI_REQUIRE((int)cfg->act >= 0 && cfg->act <= PMOE_ACT_GEGLU, "cfg->act is %d; a pmoe_act was expected",
                 (int)cfg->act);
   PMOEI_REQUIRE(cfg->bias == 0 || cfg->bias == 1, "cfg->bias is %d; 0 or 1 was expected", cfg->bias);
-  PMOEI_REQUIRE(cfg->dtype == PMOE_F32 || cfg->dtype == PMOE_BF16, "cfg->dtype is %s; float32 or bfloat16 was expected",
-                pmoe_dtype_name(cfg->dtype));
+  PMOEI_TRY(pmoei_check_dtype(ctx, cfg->dtype, "cfg->dtype"));
   PMOEI_REQUIRE(cfg->grad_dtype == PMOE_F32 || cfg->grad_dtype == cfg->dtype,
                 "cfg->grad_dtype is %s; float32 or cfg->dtype (%s) was expected", pmoe_dtype_name(cfg->grad_dtype),
                 pmoe_dtype_name(cfg->dtype));
@@ -23,18 +24,26 @@ static pmoe_status check_config(int32_t hidden, int32_t num_local_experts, const
   return PMOE_OK;
 }
 
+static const pmoei_moe_ops *choose_ops(const pmoe_ctx *ctx) {
+#ifdef PMOE_WITH_CUDA
+  if (pmoei_on_device(ctx)) return &pmoei_moe_cuda;
+#endif
+  (void)ctx;
+  return &pmoei_moe_cpu;
+}
+
 pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local_experts,
                                 const pmoe_experts_config *config, pmoe_experts **out) {
   PMOEI_REQUIRE_POINTER(ctx);
   PMOEI_REQUIRE_POINTER(out);
   pmoe_experts_config cfg;
   PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
-  PMOEI_TRY(check_config(hidden, num_local_experts, &cfg));
+  PMOEI_TRY(check_config(ctx, hidden, num_local_experts, &cfg));
   pmoe_experts *experts;
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *experts, "experts", &experts));
   pmoei_ctx_retain(ctx);
   experts->ctx = ctx;
-  experts->ops = &pmoei_moe_cpu;
+  experts->ops = choose_ops(ctx);
   experts->cfg = cfg;
   experts->hidden = hidden;
   experts->inner = cfg.inner;
@@ -103,6 +112,7 @@ pmoe_status pmoe_experts_forward(pmoe_experts *experts, const pmoe_experts_param
   PMOEI_REQUIRE(!pre || !experts->cfg.recompute_act, "pre is set although cfg->recompute_act is 1; NULL was expected");
   if (pre) PMOEI_TRY(pmoei_check_mat(pre, "pre", experts->cfg.dtype, x->rows, experts->inner1));
   PMOEI_TRY(pmoei_check_mat(y, "y", experts->cfg.dtype, x->rows, experts->hidden));
+  PMOEI_TRY(pmoei_ctx_enter(experts->ctx, stream));
   return x->rows == 0 ? PMOE_OK : experts->ops->experts_forward(&call, stream);
 }
 
@@ -136,5 +146,6 @@ pmoe_status pmoe_experts_backward(pmoe_experts *experts, const pmoe_experts_para
   PMOEI_TRY(read_params(experts, params, which != PMOE_BWD_WEIGHT, which != PMOE_BWD_INPUT, &call.params));
   PMOEI_TRY(check_rows(experts, rows, x));
   PMOEI_TRY(check_backward(&call, which));
+  PMOEI_TRY(pmoei_ctx_enter(experts->ctx, stream));
   return x->rows == 0 ? PMOE_OK : experts->ops->experts_backward(&call, which, stream);
 }

@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 #include "core/dtype.h"
 
 /* ---- comparison across ranks ---- */
@@ -218,6 +219,7 @@ static pmoe_status take_shares(pmoe_layer *layer) {
   layer->inner = pmoei_block_of(e->inner, groups->etp, etp_rank);
   layer->pre_cols = layer->inner.count * (pmoei_act_gated(e->act) ? 2 : 1);
   layer->replicated = tp > 1 && !groups->sp;
+  PMOEI_TRY(pmoei_alloc(layer->ctx, 4 * (size_t)tp * sizeof(int64_t), "token lists", &layer->tp_lists));
   if (!layer->cfg.residual) return PMOE_OK;
   PMOEI_REQUIRE(r->inner >= tp, "config->residual->inner is %d; at least tp (%d) was expected", r->inner, tp);
   layer->sharded_branch = tp > 1;
@@ -304,6 +306,14 @@ static pmoe_status create(pmoe_layer *layer, pmoe_topology *topology, const pmoe
   return create_spread_parts(layer);
 }
 
+static const pmoei_layer_ops *choose_ops(const pmoe_ctx *ctx) {
+#ifdef PMOE_WITH_CUDA
+  if (pmoei_on_device(ctx)) return &pmoei_layer_ops_cuda;
+#endif
+  (void)ctx;
+  return &pmoei_layer_ops_cpu;
+}
+
 pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe_layer_config *config,
                               pmoe_layer **out) {
   PMOEI_REQUIRE_POINTER(ctx);
@@ -311,6 +321,7 @@ pmoe_status pmoe_layer_create(pmoe_ctx *ctx, pmoe_topology *topology, const pmoe
   pmoe_layer *layer;
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *layer, "layer", &layer));
   layer->ctx = ctx;
+  layer->ops = choose_ops(ctx);
   layer->refs = 1;
   pmoei_ctx_retain(ctx);
   pmoe_status status = create(layer, topology, config);
@@ -348,6 +359,7 @@ void pmoei_layer_release(pmoe_layer *layer) {
   pmoe_experts_destroy(layer->experts);
   pmoe_a2a_destroy(layer->a2a);
   if (layer->tp_counts) pmoei_free(ctx, layer->tp_counts, 2 * (size_t)layer->groups.tp->nranks * sizeof(int64_t));
+  if (layer->tp_lists) pmoei_free(ctx, layer->tp_lists, 4 * (size_t)layer->groups.tp->nranks * sizeof(int64_t));
   pmoei_layer_groups_release(&layer->groups);
   pmoei_free(ctx, layer, sizeof *layer);
   pmoei_ctx_release(ctx);

@@ -12,6 +12,8 @@
 #include "core/ctx.h"
 #include "gating/gate_ops.h"
 #include "moe/activation.h"
+#include "moe/clock.h"
+#include "moe/layer_ops.h"
 #include "moe/ops.h"
 #include "moe/tensor_parallel.h"
 
@@ -42,6 +44,7 @@ typedef struct pmoei_load {
 
 struct pmoe_layer {
   pmoe_ctx *ctx;
+  const pmoei_layer_ops *ops;
   int32_t refs;              /* the creator and every stash */
   pmoei_layer_groups groups; /* retained */
   pmoe_layer_config cfg;     /* its pointers point at the four below, or are NULL */
@@ -57,6 +60,7 @@ struct pmoe_layer {
   bool replicated;     /* the ranks of the TP group bring the same tokens, and each routes a slice of them */
   bool sharded_branch; /* over the TP group */
   int64_t *tp_counts;  /* [2 * tp] for a branch whose ranks bring different tokens */
+  int64_t *tp_lists;   /* [4 * tp] of an exchange over the TP group */
   pmoe_gate *gate;
   pmoe_a2a *a2a;
   pmoe_experts *experts;
@@ -98,8 +102,11 @@ struct pmoe_stash {
   size_t token_bytes, row_bytes;
   bool owns_blocks;
   int64_t row_capacity;
+  int64_t *tp_tokens;        /* [tp] tokens of each rank of the TP group; host memory, as all that follows by value */
+  pmoei_gate_report *report; /* what the router found, in pinned memory */
+  bool reported;             /* it has been noted in metrics and load */
+  pmoei_clock clock;
   /* by tokens */
-  int64_t *tp_tokens;   /* [tp] tokens of each rank of the TP group */
   pmoe_routing routing; /* of the own tokens */
   pmoe_routing moved;   /* what the exchange is given: a choice of an expert is one of each of its shards */
   float *scale, *branch_scale;
@@ -132,7 +139,7 @@ size_t pmoei_layer_loss_scratch(const pmoe_layer *layer);
 /* This rank failed after that. */
 void pmoei_layer_fail_losses(pmoe_layer *layer, pmoe_status status);
 void pmoei_layer_note_load(pmoe_layer *layer, const pmoe_step *step, const pmoe_gate_stats *stats,
-                           const pmoe_routing *routing);
+                           const int64_t *expert_count);
 
 void pmoei_layer_retain(pmoe_layer *layer);
 void pmoei_layer_release(pmoe_layer *layer);
@@ -141,8 +148,15 @@ static inline bool pmoei_param_has_grad(const pmoe_param *p) {
   return p->numel > 0 && p->reduce_group != PMOE_GROUP_NONE;
 }
 
+/* Takes what the router reported, and the times, into metrics and load. PMOE_PENDING while the device is not there. */
+pmoe_status pmoei_stash_collect(pmoe_stash *stash);
+
 /* Fills layer->param. */
 void pmoei_layer_list_params(pmoe_layer *layer);
+
+/* A parameter that the host may write: itself, or on a device a copy, which closing carries over. */
+pmoe_status pmoei_param_open(const pmoe_layer *layer, const pmoe_param *p, pmoe_param *on_host);
+pmoe_status pmoei_param_close(const pmoe_layer *layer, const pmoe_param *p, pmoe_param *on_host);
 
 /* The bound pointers in the form the parts take. ERR_STATE names the first that is missing. */
 typedef struct pmoei_bound {
@@ -170,9 +184,9 @@ size_t pmoei_layer_parts_scratch(const pmoe_layer *layer, pmoei_tokens tokens, i
 
 /* From the router's choices to the exchange's: shard s of expert e is a virtual expert of its own, so numbered that
  * pmoe_expert_block over EP x ETP gives each rank its shard of its block of experts. Fills stash->moved. */
-void pmoei_shards_route(pmoe_stash *stash);
+pmoe_status pmoei_shards_route(pmoe_stash *stash);
 /* dweight [T,K] from the gradients of the exchange's choices [T, K * etp]. */
-void pmoei_shards_sum(const pmoe_stash *stash, const float *moved, float *dweight);
+pmoe_status pmoei_shards_sum(const pmoe_stash *stash, const float *moved, float *dweight);
 
 /* ---- dense branch (layer_branch.c) ---- */
 

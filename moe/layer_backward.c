@@ -1,11 +1,10 @@
 /* The layer's backward pass: the experts' parameter gradients run while the rows' gradients travel back. */
 #include <inttypes.h>
 #include <math.h>
-#include <string.h>
 
 #include "core/check.h"
+#include "core/data.h"
 #include "core/dtype.h"
-#include "core/parallel.h"
 #include "moe/layer.h"
 
 /* Temporaries of one call. What a PMOE_BWD_WEIGHT of its own reads lies in the stash instead if that has room for it.
@@ -115,93 +114,62 @@ static pmoe_status experts_backward(pmoe_layer *layer, pmoe_stash *stash, const 
                                     pmoe_bwd which) {
   pmoe_mat *pre = s->pre.data ? &s->pre : &stash->pre;
   return pmoe_experts_backward(layer->experts, &bound->experts, stash->plan->expert_rows, &stash->x_rows, pre,
-                               s->row_weight, &s->dy_rows, &s->dpre, &s->dx_rows, s->drow_weight, which, NULL);
-}
-
-/* The exchange returns the gradient of scale_t weight_tk: split it into those of the weight and of the scale. */
-static void split_scale(const pmoe_stash *stash, backward_scratch *s) {
-  const pmoe_routing *r = &stash->routing;
-  for (int64_t t = 0; t < r->tokens; t++) {
-    float sum = 0;
-    for (int64_t i = t * r->top_k; i < (t + 1) * r->top_k; i++) {
-      sum += r->weight[i] * s->dweight[i];
-      s->dweight[i] *= stash->scale[t];
-    }
-    s->dscale[t] = sum;
-  }
-}
-
-typedef struct add_job {
-  const pmoe_mat *from;
-  pmoe_mat *to;
-} add_job;
-
-/* `to` is float32. */
-static void add_row(void *arg, int64_t row, int32_t thread) {
-  (void)thread;
-  const add_job *job = arg;
-  enum { CHUNK = 256 };
-  float part[CHUNK], *to = pmoei_row(job->to, row);
-  const char *from = pmoei_row(job->from, row);
-  for (int64_t i = 0; i < job->to->cols; i += CHUNK) {
-    int64_t n = job->to->cols - i < CHUNK ? job->to->cols - i : CHUNK;
-    pmoei_to_f32(part, from + (size_t)i * pmoe_dtype_size(job->from->dtype), job->from->dtype, n);
-    for (int64_t j = 0; j < n; j++) to[i + j] += part[j];
-  }
-}
-
-static void round_row(void *arg, int64_t row, int32_t thread) {
-  (void)thread;
-  const add_job *job = arg;
-  pmoei_from_f32(pmoei_row(job->to, row), job->to->dtype, pmoei_row(job->from, row), job->to->cols);
+                               s->row_weight, &s->dy_rows, &s->dpre, &s->dx_rows, s->drow_weight, which,
+                               layer->ctx->stream);
 }
 
 /* Where the TP group routes a slice each, the host's gradients are zero elsewhere, so that their sum over TP is whole.
  */
-static void clear_other_slices(const pmoe_stash *stash) {
-  int64_t top_k = stash->layer->gate_cfg.top_k, first = pmoei_tp_own_first(stash);
-  int64_t end = first + stash->tokens.own;
+static pmoe_status clear_other_slices(const pmoe_stash *stash) {
+  pmoe_ctx *ctx = stash->layer->ctx;
+  int64_t first = pmoei_tp_own_first(stash), end = first + stash->tokens.own, all = stash->given.rows;
+  int64_t top_k = stash->layer->gate_cfg.top_k;
   const pmoe_mat *dlogits = &stash->host_dlogits;
-  for (int64_t t = 0; t < stash->given.rows; t++) {
-    if (t >= first && t < end) continue;
-    if (stash->host_dweight) memset(stash->host_dweight + t * top_k, 0, (size_t)top_k * sizeof(float));
-    if (dlogits->data) memset(pmoei_row(dlogits, t), 0, (size_t)dlogits->cols * sizeof(float));
+  const pmoe_mat dweight = {stash->host_dweight, PMOE_F32, all, top_k, top_k};
+  const pmoe_mat *both[] = {dlogits->data ? dlogits : NULL, stash->host_dweight ? &dweight : NULL};
+  for (int i = 0; i < 2; i++) {
+    if (!both[i]) continue;
+    PMOEI_TRY(pmoei_data_zero_rows(ctx, both[i], 0, first));
+    PMOEI_TRY(pmoei_data_zero_rows(ctx, both[i], end, all - end));
   }
+  return PMOE_OK;
 }
 
 /* Gradients that reach x: through the experts (there already), the branch, its coefficients and the router. */
 static pmoe_status token_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
                                   backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
   if (layer->residual && which != PMOE_BWD_WEIGHT) {
-    split_scale(stash, s);
-    pmoei_parallel(layer->ctx, dx->rows, add_row, &(add_job){&s->dx_branch, dx});
+    PMOEI_TRY(layer->ops->split_scale(layer->ctx, &stash->routing, stash->scale, s->dweight, s->dscale));
+    PMOEI_TRY(layer->ops->add_rows(layer->ctx, dx, &s->dx_branch));
   }
   if (layer->residual)
     PMOEI_TRY(pmoe_residual_mix_backward(layer->residual, &bound->residual, &stash->x, stash->scale,
-                                         stash->branch_scale, s->dscale, s->dbranch_scale, s->dmix, dx, which, NULL));
-  if (layer->replicated && which != PMOE_BWD_WEIGHT) clear_other_slices(stash);
+                                         stash->branch_scale, s->dscale, s->dbranch_scale, s->dmix, dx, which,
+                                         layer->ctx->stream));
+  if (layer->replicated && which != PMOE_BWD_WEIGHT) PMOEI_TRY(clear_other_slices(stash));
   return pmoe_gate_backward(layer->gate, &bound->gate, &stash->step, &stash->x, &stash->routing, s->dweight, loss_scale,
-                            s->dlogits, dx, which, NULL);
+                            s->dlogits, dx, which, layer->ctx->stream);
 }
 
 static pmoe_status backward_input(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *bound, float loss_scale,
                                   const pmoe_mat *dy, backward_scratch *s, pmoe_mat *dx, pmoe_bwd which) {
   const float *scale = layer->residual ? stash->scale : NULL;
   pmoe_mat own_dy = pmoei_tp_own_rows(stash, dy);
-  PMOEI_TRY(pmoe_combine_backward(stash->plan, &stash->moved, &own_dy, scale, &s->dy_rows, s->row_weight, NULL));
+  PMOEI_TRY(pmoe_combine_backward(stash->plan, &stash->moved, &own_dy, scale, &s->dy_rows, s->row_weight,
+                                  layer->ctx->stream));
   pmoe_status under = branch_backward(layer, stash, bound, dy, s, which);
-  PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
+  PMOEI_TRY(pmoe_plan_finish(stash->plan, layer->ctx->stream));
   PMOEI_TRY(under);
   PMOEI_TRY(experts_backward(layer, stash, bound, s, PMOE_BWD_INPUT));
   pmoe_mat *own = layer->replicated ? &s->dx : dx, *sum = s->dx_sum.data ? &s->dx_sum : own;
-  PMOEI_TRY(
-      pmoe_dispatch_backward(stash->plan, &stash->moved, &s->dx_rows, s->drow_weight, sum, s->dweight_moved, NULL));
+  PMOEI_TRY(pmoe_dispatch_backward(stash->plan, &stash->moved, &s->dx_rows, s->drow_weight, sum, s->dweight_moved,
+                                   layer->ctx->stream));
   if (which == PMOE_BWD_ALL) under = experts_backward(layer, stash, bound, s, PMOE_BWD_WEIGHT);
-  PMOEI_TRY(pmoe_plan_finish(stash->plan, NULL));
+  PMOEI_TRY(pmoe_plan_finish(stash->plan, layer->ctx->stream));
   PMOEI_TRY(under);
-  if (layer->groups.etp > 1) pmoei_shards_sum(stash, s->dweight_moved, s->dweight);
+  if (layer->groups.etp > 1) PMOEI_TRY(pmoei_shards_sum(stash, s->dweight_moved, s->dweight));
   PMOEI_TRY(token_backward(layer, stash, bound, loss_scale, s, sum, which));
-  if (sum != own) pmoei_parallel(layer->ctx, own->rows, round_row, &(add_job){sum, own});
+  if (sum != own) PMOEI_TRY(layer->ops->round_rows(layer->ctx, own, sum));
   if (!layer->replicated) return PMOE_OK;
   return pmoei_tp_gather(stash, &(pmoei_tp_rows){"pmoe: gather of dx", own, dx, NULL, NULL});
 }
@@ -235,21 +203,20 @@ static pmoe_status run(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound *
 
 pmoe_status pmoe_layer_backward(pmoe_layer *layer, pmoe_stash *stash, float loss_scale, const pmoe_mat *dy,
                                 pmoe_mat *dx, pmoe_bwd which, pmoe_stream stream) {
-  (void)stream;
   PMOEI_REQUIRE_POINTER(layer);
-  uint64_t clock = pmoei_now_ns();
+  PMOEI_TRY(pmoei_ctx_enter(layer->ctx, stream));
   pmoei_bound bound;
   pmoe_status status = check_call(layer, stash, loss_scale, dy, dx, which, &bound);
   bool collective = which != PMOE_BWD_WEIGHT;
   if (collective) status = pmoei_layer_agree(layer, layer->backward_name, status);
   PMOEI_TRY(status);
+  (void)pmoei_clock_mark(layer->ctx, &stash->clock, collective ? PMOEI_MARK_BACKWARD : PMOEI_MARK_WEIGHT);
   status = run(layer, stash, &bound, loss_scale, dy, dx, which);
   if (status != PMOE_OK) {
     stash->state = PMOEI_STASH_EMPTY;
     return collective ? pmoei_layer_fail(layer, status) : status;
   }
   if (collective) stash->metrics.bytes_sent += stash->plan->bytes_sent + stash->plan->bytes_returned;
-  stash->metrics.ms_backward += pmoei_ms_since(&clock);
   stash->state = which == PMOE_BWD_INPUT ? PMOEI_STASH_INPUT_DONE : PMOEI_STASH_EMPTY;
-  return PMOE_OK;
+  return pmoei_clock_mark(layer->ctx, &stash->clock, collective ? PMOEI_MARK_BACKWARD_DONE : PMOEI_MARK_WEIGHT_DONE);
 }

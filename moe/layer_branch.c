@@ -38,10 +38,10 @@ static void use_kept(const pmoe_stash *stash, pmoei_branch_room *room) {
 }
 
 /* A masked token gives zero, and zero coefficients keep it out of the branch's gradients too. */
-static void mask(pmoe_stash *stash) {
+static pmoe_status mask(const pmoe_layer *layer, pmoe_stash *stash) {
   const uint8_t *mask = stash->step.token_mask;
-  for (int64_t t = 0; mask && t < stash->x.rows; t++)
-    if (!mask[t]) stash->scale[t] = stash->branch_scale[t] = 0;
+  if (!mask) return PMOE_OK;
+  return layer->ops->mask(layer->ctx, stash->x.rows, mask, stash->scale, stash->branch_scale);
 }
 
 static pmoe_status gather_x(pmoe_stash *stash, pmoei_branch_room *room) {
@@ -53,7 +53,8 @@ static pmoe_status forward_sharded(pmoe_layer *layer, pmoe_stash *stash, const p
   use_kept(stash, room);
   if (!layer->replicated) PMOEI_TRY(gather_x(stash, room));
   const pmoe_mat *x = layer->replicated ? &stash->given : &room->x;
-  PMOEI_TRY(pmoei_residual_mlp_forward(layer->residual, &bound->residual, x, &stash->residual_pre, &room->out, NULL));
+  PMOEI_TRY(pmoei_residual_mlp_forward(layer->residual, &bound->residual, x, &stash->residual_pre, &room->out,
+                                       layer->ctx->stream));
   return pmoei_tp_sum(stash, &(pmoei_tp_rows){"pmoe: sum of the branch's parts", mlp, &room->out, NULL, NULL});
 }
 
@@ -61,10 +62,11 @@ pmoe_status pmoei_branch_forward(pmoe_layer *layer, pmoe_stash *stash, const pmo
                                  pmoei_branch_room *room, pmoe_mat *mlp) {
   if (!layer->residual) return PMOE_OK;
   PMOEI_TRY(pmoei_residual_mix_forward(layer->residual, &bound->residual, &stash->x, stash->scale, stash->branch_scale,
-                                       NULL));
-  mask(stash);
+                                       layer->ctx->stream));
+  PMOEI_TRY(mask(layer, stash));
   if (layer->sharded_branch) return forward_sharded(layer, stash, bound, room, mlp);
-  return pmoei_residual_mlp_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, mlp, NULL);
+  return pmoei_residual_mlp_forward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, mlp,
+                                    layer->ctx->stream);
 }
 
 static pmoe_status gather_for_backward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_mat *dy,
@@ -82,7 +84,7 @@ static pmoe_status backward_sharded(pmoe_layer *layer, pmoe_stash *stash, const 
   if (which != PMOE_BWD_WEIGHT) PMOEI_TRY(gather_for_backward(layer, stash, grad->dy, room));
   const pmoe_mat *x = layer->replicated ? &stash->given : &room->x, *dy = layer->replicated ? grad->dy : &room->dy;
   PMOEI_TRY(pmoe_residual_backward(layer->residual, &bound->residual, x, &stash->residual_pre, room->row_scale, dy,
-                                   grad->dpre, &room->out, room->dscale, which, NULL));
+                                   grad->dpre, &room->out, room->dscale, which, layer->ctx->stream));
   if (which == PMOE_BWD_WEIGHT) return PMOE_OK;
   return pmoei_tp_sum(
       stash, &(pmoei_tp_rows){"pmoe: sum of the branch's dx", grad->dx, &room->out, grad->dscale, room->dscale});
@@ -93,5 +95,5 @@ pmoe_status pmoei_branch_backward(pmoe_layer *layer, pmoe_stash *stash, const pm
   if (!layer->residual) return PMOE_OK;
   if (layer->sharded_branch) return backward_sharded(layer, stash, bound, room, grad, which);
   return pmoe_residual_backward(layer->residual, &bound->residual, &stash->x, &stash->residual_pre, stash->branch_scale,
-                                grad->dy, grad->dpre, grad->dx, grad->dscale, which, NULL);
+                                grad->dy, grad->dpre, grad->dx, grad->dscale, which, layer->ctx->stream);
 }

@@ -31,7 +31,8 @@ typedef struct pmoei_experts_call {
 
 /* The coefficients of a residual branch: `outputs` logits per token from x, weight [outputs,H] and bias [outputs]
  * (NULL: none). Two outputs: softmax over them gives scale and branch_scale [T]; one: branch_scale is its sigmoid and
- * scale is 1. Forward writes them; the rest is for backward, where dmix [T,2] is the gradient of the logits. */
+ * scale is 1; none: both are 1. Forward writes them; the rest is for backward, where dmix [T,2] is the gradient of the
+ * logits. */
 typedef struct pmoei_mix_call {
   pmoe_ctx *ctx;
   int64_t hidden;
@@ -50,15 +51,16 @@ struct pmoei_moe_ops {
   pmoe_status (*experts_backward)(const pmoei_experts_call *call, pmoe_bwd which, pmoe_stream stream);
   /* Scratch bytes that forward and backward need at most for `rows` rows, however they fall on the experts. */
   size_t (*experts_scratch)(const pmoe_experts *experts, int64_t rows);
-  void (*mix_forward)(const pmoei_mix_call *call, pmoe_stream stream);
-  void (*mix_backward_input)(const pmoei_mix_call *call, pmoe_stream stream);
-  void (*mix_backward_weight)(const pmoei_mix_call *call, pmoe_stream stream);
+  pmoe_status (*mix_forward)(const pmoei_mix_call *call, pmoe_stream stream);
+  pmoe_status (*mix_backward_input)(const pmoei_mix_call *call, pmoe_stream stream);
+  pmoe_status (*mix_backward_weight)(const pmoei_mix_call *call, pmoe_stream stream);
 };
 
 extern const pmoei_moe_ops pmoei_moe_cpu; /* experts_cpu.c, with these from residual_cpu.c */
-void pmoei_mix_forward_cpu(const pmoei_mix_call *call, pmoe_stream stream);
-void pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream);
-void pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream stream);
+pmoe_status pmoei_mix_forward_cpu(const pmoei_mix_call *call, pmoe_stream stream);
+pmoe_status pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream);
+pmoe_status pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream stream);
+extern const pmoei_moe_ops pmoei_moe_cuda; /* experts_cuda.c */
 
 /* The two halves of pmoe_residual_forward, and a branch that is one shard of several, not the first. */
 pmoe_status pmoei_residual_mlp_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/config.h"
+#include "core/data.h"
 #include "core/dtype.h"
 #include "core/parallel.h"
 #include "core/random.h"
@@ -210,23 +211,46 @@ static void init_task(void *arg, int64_t index, int32_t thread) {
   fill_run(job, global_expert, r->first + row * r->stride + begin, count, to);
 }
 
+pmoe_status pmoei_param_open(const pmoe_layer *layer, const pmoe_param *p, pmoe_param *on_host) {
+  *on_host = *p;
+  if (!pmoei_on_device(layer->ctx)) return PMOE_OK;
+  return pmoei_alloc_raw(layer->ctx, (size_t)p->numel * pmoe_dtype_size(p->dtype), p->name, &on_host->data);
+}
+
+pmoe_status pmoei_param_close(const pmoe_layer *layer, const pmoe_param *p, pmoe_param *on_host) {
+  pmoe_ctx *ctx = layer->ctx;
+  if (!pmoei_on_device(ctx)) return PMOE_OK;
+  size_t bytes = (size_t)p->numel * pmoe_dtype_size(p->dtype);
+  pmoe_status status = pmoei_data_copy(ctx, p->data, on_host->data, bytes);
+  if (status == PMOE_OK) status = pmoei_data_wait(ctx);
+  pmoei_free(ctx, on_host->data, bytes);
+  return status;
+}
+
+static void init_param(const pmoe_layer *layer, pmoei_param_kind kind, const pmoe_param *p, uint64_t seed, float std) {
+  if (is_bias(kind)) {
+    memset(p->data, 0, (size_t)p->numel * pmoe_dtype_size(p->dtype));
+    return;
+  }
+  int64_t experts = p->first_expert < 0 ? 1 : p->shape[0];
+  init_job job = {.param = p, .runs = runs_of(layer, p, p->numel / experts), .std = std};
+  job.key = pmoei_random_key(seed, PMOEI_RANDOM_INIT, (uint64_t)(int64_t)layer->cfg.layer_id, (uint64_t)kind);
+  pmoei_parallel(layer->ctx, experts * job.runs.rows * tasks_per_run(&job.runs), init_task, &job);
+}
+
 pmoe_status pmoe_layer_init_params(pmoe_layer *layer, uint64_t seed, float std) {
   PMOEI_REQUIRE_POINTER(layer);
   PMOEI_REQUIRE(isfinite(std) && std >= 0, "std is %g; a finite number of 0 or more was expected", (double)std);
   pmoei_bound unused;
   PMOEI_TRY(pmoei_layer_bound(layer, false, &unused));
+  PMOEI_TRY(pmoei_ctx_enter(layer->ctx, layer->ctx->stream));
   for (int32_t i = 0; i < layer->num_params; i++) {
     const pmoe_param *p = &layer->param[i];
     if (p->numel == 0) continue;
-    if (is_bias(layer->kind[i])) {
-      memset(p->data, 0, (size_t)p->numel * pmoe_dtype_size(p->dtype));
-      continue;
-    }
-    int64_t experts = p->first_expert < 0 ? 1 : p->shape[0];
-    init_job job = {.param = p, .runs = runs_of(layer, p, p->numel / experts), .std = std};
-    job.key =
-        pmoei_random_key(seed, PMOEI_RANDOM_INIT, (uint64_t)(int64_t)layer->cfg.layer_id, (uint64_t)layer->kind[i]);
-    pmoei_parallel(layer->ctx, experts * job.runs.rows * tasks_per_run(&job.runs), init_task, &job);
+    pmoe_param on_host;
+    PMOEI_TRY(pmoei_param_open(layer, p, &on_host));
+    init_param(layer, layer->kind[i], &on_host, seed, std);
+    PMOEI_TRY(pmoei_param_close(layer, p, &on_host));
   }
   return PMOE_OK;
 }

@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 #include "moe/ops.h"
 
 struct pmoe_residual {
@@ -98,9 +99,7 @@ pmoe_status pmoei_residual_mix_forward(pmoe_residual *residual, const pmoe_resid
   call.bias = residual->outputs == 2 ? p.mix_bias : NULL;
   call.scale = scale;
   call.branch_scale = branch_scale;
-  if (residual->outputs) residual->mlp->ops->mix_forward(&call, stream);
-  for (int64_t t = 0; t < x->rows && !residual->outputs; t++) scale[t] = branch_scale[t] = 1.0f;
-  return PMOE_OK;
+  return residual->mlp->ops->mix_forward(&call, stream);
 }
 
 pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_params *params, const pmoe_mat *x,
@@ -109,6 +108,7 @@ pmoe_status pmoe_residual_forward(pmoe_residual *residual, const pmoe_residual_p
   PMOEI_REQUIRE_POINTER(x);
   pmoe_residual_params unused;
   PMOEI_TRY(check_coefficients(residual, params, x->rows, scale, branch_scale, &unused));
+  PMOEI_TRY(pmoei_ctx_enter(residual->ctx, stream));
   PMOEI_TRY(pmoei_residual_mlp_forward(residual, params, x, pre, mlp, stream));
   return pmoei_residual_mix_forward(residual, params, x, scale, branch_scale, stream);
 }
@@ -162,12 +162,14 @@ pmoe_status pmoe_residual_mix_backward(pmoe_residual *residual, const pmoe_resid
   if (which != PMOE_BWD_WEIGHT) PMOEI_TRY(check_mix_input(&call));
   if (which != PMOE_BWD_ALL) PMOEI_TRY(check_pointer(x->rows > 0, dmix, "dmix"));
   if (x->rows == 0) return PMOE_OK;
+  PMOEI_TRY(pmoei_ctx_enter(residual->ctx, stream));
   int32_t handle = -1;
   void *scratch = dmix;
   if (!dmix) PMOEI_TRY(pmoei_scratch_open(residual->ctx, (size_t)x->rows * 2 * sizeof(float), &scratch, &handle));
   call.dmix = scratch;
-  if (which != PMOE_BWD_WEIGHT) residual->mlp->ops->mix_backward_input(&call, stream);
-  if (which != PMOE_BWD_INPUT) residual->mlp->ops->mix_backward_weight(&call, stream);
+  pmoe_status status = PMOE_OK;
+  if (which != PMOE_BWD_WEIGHT) status = residual->mlp->ops->mix_backward_input(&call, stream);
+  if (which != PMOE_BWD_INPUT && status == PMOE_OK) status = residual->mlp->ops->mix_backward_weight(&call, stream);
   if (!dmix) pmoei_scratch_close(residual->ctx, handle);
-  return PMOE_OK;
+  return status;
 }

@@ -42,13 +42,14 @@ static void forward_task(void *arg, int64_t index, int32_t thread) {
     for (int32_t o = 0; c->bias && o < c->outputs; o++) logit[o] += c->bias[o];
     bool two = c->outputs == 2; /* a softmax of two is a sigmoid of their difference */
     c->scale[t] = two ? pmoei_sigmoid(logit[0] - logit[1]) : 1.0f;
-    c->branch_scale[t] = pmoei_sigmoid(two ? logit[1] - logit[0] : logit[0]);
+    c->branch_scale[t] = c->outputs == 0 ? 1.0f : pmoei_sigmoid(two ? logit[1] - logit[0] : logit[0]);
   }
 }
 
-void pmoei_mix_forward_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
+pmoe_status pmoei_mix_forward_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
   (void)stream;
   pmoei_parallel(call->ctx, (call->x->rows + TOKENS - 1) / TOKENS, forward_task, (void *)call);
+  return PMOE_OK;
 }
 
 static void input_task(void *arg, int64_t index, int32_t thread) {
@@ -72,9 +73,10 @@ static void input_task(void *arg, int64_t index, int32_t thread) {
   }
 }
 
-void pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
+pmoe_status pmoei_mix_backward_input_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
   (void)stream;
   pmoei_parallel(call->ctx, (call->x->rows + TOKENS - 1) / TOKENS, input_task, (void *)call);
+  return PMOE_OK;
 }
 
 /* A task sums its columns over all tokens, so the order of the sum does not depend on threads; in blocks, which keeps
@@ -104,7 +106,8 @@ static void weight_task(void *arg, int64_t index, int32_t thread) {
   }
 }
 
-void pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
+pmoe_status pmoei_mix_backward_weight_cpu(const pmoei_mix_call *call, pmoe_stream stream) {
   (void)stream;
   pmoei_parallel(call->ctx, (call->hidden + COLUMNS - 1) / COLUMNS, weight_task, (void *)call);
+  return PMOE_OK;
 }

@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "core/config.h"
+#include "core/data.h"
 #include "core/dtype.h"
 #include "moe/layer.h"
 
@@ -28,7 +29,6 @@ static void lay_out_moved(pmoei_arena *arena, const pmoe_layer *layer, int64_t c
 static void lay_out_tokens(pmoei_arena *arena, const pmoe_layer *layer, bool split, pmoei_tokens tokens,
                            pmoe_stash *s) {
   int64_t choices = tokens.own * layer->gate_cfg.top_k, experts = layer->gate_cfg.num_experts;
-  s->tp_tokens = pmoei_take(arena, layer->groups.tp->nranks, sizeof(int64_t)); /* first: it keeps its place */
   s->routing = (pmoe_routing)PMOE_CONFIG_INIT(pmoe_routing);
   s->routing.expert = pmoei_take(arena, choices, sizeof(int32_t));
   s->routing.slot = pmoei_take(arena, choices, sizeof(int64_t));
@@ -82,13 +82,13 @@ void pmoei_stash_place_tokens(pmoe_stash *stash, pmoei_tokens tokens) {
 pmoe_status pmoei_stash_place_rows(pmoe_stash *stash, int64_t rows) {
   pmoe_layer *layer = stash->layer;
   if (rows > stash->row_capacity) {
-    pmoei_free(layer->ctx, stash->row_block, stash->row_bytes);
+    pmoei_data_free(layer->ctx, stash->row_block, stash->row_bytes);
     stash->row_block = NULL;
     stash->row_bytes = 0;
     stash->row_capacity = 0;
     int64_t capacity = with_slack(rows);
     size_t bytes = row_bytes(layer, stash->cfg.split_backward, capacity);
-    PMOEI_TRY(pmoei_alloc_raw(layer->ctx, bytes, "stash rows", &stash->row_block));
+    PMOEI_TRY(pmoei_data_alloc(layer->ctx, bytes, "stash rows", &stash->row_block));
     stash->row_bytes = bytes;
     stash->row_capacity = capacity;
   }
@@ -172,9 +172,19 @@ static pmoe_status take_blocks(pmoe_stash *stash, void *mem) {
     pmoei_stash_place_tokens(stash, most);
     return PMOE_OK;
   }
-  PMOEI_TRY(pmoei_alloc_raw(layer->ctx, stash->token_bytes, "stash", &stash->token_block));
+  PMOEI_TRY(pmoei_data_alloc(layer->ctx, stash->token_bytes, "stash", &stash->token_block));
   pmoei_stash_place_tokens(stash, most);
-  return pmoei_alloc_raw(layer->ctx, stash->row_bytes, "stash rows", &stash->row_block);
+  return pmoei_data_alloc(layer->ctx, stash->row_bytes, "stash rows", &stash->row_block);
+}
+
+static size_t tp_tokens_bytes(const pmoe_layer *layer) { return (size_t)layer->groups.tp->nranks * sizeof(int64_t); }
+
+static pmoe_status take_host_parts(pmoe_stash *stash) {
+  pmoe_layer *layer = stash->layer;
+  PMOEI_TRY(pmoei_ctx_enter(layer->ctx, layer->ctx->stream));
+  PMOEI_TRY(pmoei_alloc(layer->ctx, tp_tokens_bytes(layer), "stash", &stash->tp_tokens));
+  PMOEI_TRY(pmoei_pinned_alloc(layer->ctx, pmoei_gate_report_bytes(layer->gate), "stash", &stash->report));
+  return pmoei_clock_create(layer->ctx, &stash->clock);
 }
 
 pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *config, void *mem, size_t bytes,
@@ -189,7 +199,8 @@ pmoe_status pmoe_stash_create(pmoe_layer *layer, const pmoe_stash_config *config
   stash->layer = layer;
   stash->cfg = cfg;
   pmoei_layer_retain(layer);
-  pmoe_status status = pmoe_plan_create(layer->a2a, &stash->plan);
+  pmoe_status status = take_host_parts(stash);
+  if (status == PMOE_OK) status = pmoe_plan_create(layer->a2a, &stash->plan);
   if (status == PMOE_OK) stash->plan->room = cfg.max_recv_rows;
   if (status == PMOE_OK) status = take_blocks(stash, mem);
   if (status != PMOE_OK) {
@@ -205,9 +216,12 @@ void pmoe_stash_destroy(pmoe_stash *stash) {
   pmoe_layer *layer = stash->layer;
   pmoe_plan_destroy(stash->plan);
   if (stash->owns_blocks) {
-    pmoei_free(layer->ctx, stash->token_block, stash->token_bytes);
-    pmoei_free(layer->ctx, stash->row_block, stash->row_bytes);
+    pmoei_data_free(layer->ctx, stash->token_block, stash->token_bytes);
+    pmoei_data_free(layer->ctx, stash->row_block, stash->row_bytes);
   }
+  pmoei_clock_destroy(layer->ctx, &stash->clock);
+  pmoei_pinned_free(layer->ctx, stash->report, pmoei_gate_report_bytes(layer->gate));
+  pmoei_free(layer->ctx, stash->tp_tokens, tp_tokens_bytes(layer));
   pmoei_free(layer->ctx, stash, sizeof *stash);
   pmoei_layer_release(layer);
 }
@@ -233,8 +247,53 @@ pmoe_status pmoe_stash_routing(const pmoe_stash *stash, pmoe_routing *out) {
   return PMOEI_STRUCT_WRITE(out, &stash->routing);
 }
 
+static void note(pmoe_stash *stash, const pmoe_gate_stats *stats) {
+  pmoe_metrics *m = &stash->metrics;
+  m->tokens = stats->tokens;
+  m->masked = stats->masked;
+  m->routed = stats->routed;
+  m->dropped = stats->dropped;
+  m->nonfinite = stats->nonfinite;
+  m->aux_loss = stats->aux_loss;
+  m->z_loss = stats->z_loss;
+  m->seq_aux_loss = stats->seq_aux_loss;
+  m->global_aux_loss = stats->global_aux_loss;
+  m->load_max_over_mean = stats->load_max_over_mean;
+  m->load_cv = stats->load_cv;
+  m->entropy = stats->entropy;
+}
+
+static void note_times(pmoe_stash *stash) {
+  const pmoe_ctx *ctx = stash->layer->ctx;
+  const pmoei_clock *clock = &stash->clock;
+  pmoe_metrics *m = &stash->metrics;
+  m->ms_gate = pmoei_clock_between(ctx, clock, PMOEI_MARK_FORWARD, PMOEI_MARK_ROUTED);
+  m->ms_plan = pmoei_clock_between(ctx, clock, PMOEI_MARK_ROUTED, PMOEI_MARK_PLANNED);
+  m->ms_dispatch = pmoei_clock_between(ctx, clock, PMOEI_MARK_PLANNED, PMOEI_MARK_DISPATCHING) +
+                   pmoei_clock_between(ctx, clock, PMOEI_MARK_BRANCH, PMOEI_MARK_DISPATCHED);
+  m->ms_residual = pmoei_clock_between(ctx, clock, PMOEI_MARK_DISPATCHING, PMOEI_MARK_BRANCH);
+  m->ms_experts = pmoei_clock_between(ctx, clock, PMOEI_MARK_DISPATCHED, PMOEI_MARK_EXPERTS);
+  m->ms_combine = pmoei_clock_between(ctx, clock, PMOEI_MARK_EXPERTS, PMOEI_MARK_COMBINED);
+  m->ms_backward = pmoei_clock_between(ctx, clock, PMOEI_MARK_BACKWARD, PMOEI_MARK_BACKWARD_DONE) +
+                   pmoei_clock_between(ctx, clock, PMOEI_MARK_WEIGHT, PMOEI_MARK_WEIGHT_DONE);
+}
+
+pmoe_status pmoei_stash_collect(pmoe_stash *stash) {
+  pmoe_layer *layer = stash->layer;
+  pmoe_status reached = pmoei_clock_reached(layer->ctx, &stash->clock);
+  if (reached != PMOE_OK) return reached;
+  pmoe_gate_stats stats = pmoei_gate_statistics(layer->gate, stash->report);
+  note(stash, &stats);
+  note_times(stash);
+  if (!stash->reported) pmoei_layer_note_load(layer, &stash->step, &stats, stash->report->count);
+  stash->reported = true;
+  return PMOE_OK;
+}
+
 pmoe_status pmoe_stash_metrics(const pmoe_stash *stash, pmoe_metrics *out) {
   PMOEI_REQUIRE_POINTER(stash);
   if (!stash->has_run) return pmoei_error(PMOE_ERR_STATE, "pmoe_stash_metrics: no forward has run on this stash");
+  pmoe_status collected = pmoei_stash_collect((pmoe_stash *)stash); /* what it knows does not change, only when */
+  if (collected != PMOE_OK) return collected;
   return PMOEI_STRUCT_WRITE(out, &stash->metrics);
 }

@@ -2,11 +2,10 @@
 
 #include <inttypes.h>
 #include <stdio.h>
-#include <string.h>
 
 #include "core/check.h"
+#include "core/data.h"
 #include "core/dtype.h"
-#include "core/parallel.h"
 #include "moe/layer.h"
 
 bool pmoei_tp_used(const pmoe_layer *layer) { return layer->replicated || layer->sharded_branch; }
@@ -47,7 +46,7 @@ pmoe_status pmoei_tp_meet(pmoe_layer *layer, pmoe_stash *stash, int64_t given, p
   if (layer->replicated)
     snprintf(what, sizeof what, "pmoe_layer_forward (layer %d, %" PRId64 " tokens)", layer->cfg.layer_id, given);
   else snprintf(what, sizeof what, "pmoe_layer_forward (layer %d)", layer->cfg.layer_id);
-  if (pmoei_tp_used(layer)) mine = pmoei_comm_agree(tp, what, mine);
+  if (pmoei_tp_used(layer)) mine = pmoei_comm_agree_in_step(tp, what, mine);
   PMOEI_TRY(mine);
   if (!layer->replicated && layer->sharded_branch) return share_counts(layer, stash, given);
   stash->tokens = (pmoei_tokens){given, given, given};
@@ -60,14 +59,14 @@ pmoe_status pmoei_tp_meet(pmoe_layer *layer, pmoe_stash *stash, int64_t given, p
 
 pmoe_status pmoei_tp_settle(pmoe_layer *layer, const char *what, pmoe_status mine) {
   if (!pmoei_tp_used(layer) || layer->groups.tp_inside_exchange) return mine;
-  pmoe_status all = pmoei_comm_agree(layer->groups.tp, what, mine);
+  pmoe_status all = pmoei_comm_agree_in_step(layer->groups.tp, what, mine);
   /* Peers in the exchange that are no peers of the failed rank have heard nothing and go on. */
   return mine == PMOE_OK && all != PMOE_OK ? pmoei_comm_fail(layer->groups.exchange, all, NULL) : all;
 }
 
 pmoe_status pmoei_layer_agree(pmoe_layer *layer, const char *what, pmoe_status mine) {
-  if (pmoei_tp_used(layer)) mine = pmoei_comm_agree(layer->groups.tp, what, mine);
-  return pmoei_tp_settle(layer, what, pmoei_comm_agree(layer->groups.exchange, what, mine));
+  if (pmoei_tp_used(layer)) mine = pmoei_comm_agree_in_step(layer->groups.tp, what, mine);
+  return pmoei_tp_settle(layer, what, pmoei_comm_agree_in_step(layer->groups.exchange, what, mine));
 }
 
 pmoe_status pmoei_layer_fail(pmoe_layer *layer, pmoe_status status) {
@@ -91,20 +90,8 @@ pmoe_mat pmoei_tp_own_rows(const pmoe_stash *stash, const pmoe_mat *mat) {
   return own;
 }
 
-typedef struct copy_job {
-  const pmoe_mat *from;
-  pmoe_mat *to;
-} copy_job;
-
-static void copy_row(void *arg, int64_t row, int32_t thread) {
-  (void)thread;
-  const copy_job *job = arg;
-  memcpy(pmoei_row(job->to, row), pmoei_row(job->from, row), (size_t)job->to->cols * pmoe_dtype_size(job->to->dtype));
-}
-
-/* One exchange's lists, and matrices whose rows lie back to back. */
+/* Matrices whose rows lie back to back. */
 typedef struct room {
-  int64_t *first, *rows, *other_first, *other_rows;
   pmoe_mat own, all;
   float *all_value;
 } room;
@@ -114,10 +101,6 @@ static bool packed(const pmoe_mat *mat) { return mat->ld == mat->cols || mat->ro
 /* `parts`: room for the whole group's parts of the own rows, to be summed. */
 static void lay_out(pmoei_arena *arena, int32_t tp, const pmoe_mat *own, const pmoe_mat *all, bool parts, bool values,
                     room *r) {
-  r->first = pmoei_take(arena, tp, sizeof(int64_t));
-  r->rows = pmoei_take(arena, tp, sizeof(int64_t));
-  r->other_first = pmoei_take(arena, tp, sizeof(int64_t));
-  r->other_rows = pmoei_take(arena, tp, sizeof(int64_t));
   size_t size = own ? pmoe_dtype_size(own->dtype) : 0;
   if (own && parts) {
     r->all = (pmoe_mat){NULL, own->dtype, own->rows * tp, own->cols, own->cols};
@@ -171,28 +154,37 @@ static void add_part(pmoei_exchange *x, const void *send, void *recv, size_t row
 
 static size_t row_bytes(const pmoe_mat *mat) { return (size_t)mat->cols * pmoe_dtype_size(mat->dtype); }
 
+/* One exchange's lists: the layer's, for nothing else uses them while one is under way. */
+typedef struct lists {
+  int64_t *first, *rows, *other_first, *other_rows;
+} lists;
+
+static lists lists_of(const pmoe_layer *layer) {
+  int64_t *at = layer->tp_lists, tp = layer->groups.tp->nranks;
+  return (lists){at, at + tp, at + 2 * tp, at + 3 * tp};
+}
+
 static pmoe_status gather(pmoe_stash *stash, const pmoei_tp_rows *rows, room *r) {
   pmoe_ctx *ctx = stash->layer->ctx;
+  lists l = lists_of(stash->layer);
   int64_t next = 0;
   for (int32_t p = 0; p < stash->layer->groups.tp->nranks; p++) {
-    r->first[p] = next;
-    r->rows[p] = stash->tp_tokens[p];
-    next += r->rows[p];
-    r->other_first[p] = 0;
-    r->other_rows[p] = stash->tokens.own;
+    l.first[p] = next;
+    l.rows[p] = stash->tp_tokens[p];
+    next += l.rows[p];
+    l.other_first[p] = 0;
+    l.other_rows[p] = stash->tokens.own;
   }
-  if (rows->own && r->own.data != rows->own->data)
-    pmoei_parallel(ctx, r->own.rows, copy_row, &(copy_job){rows->own, &r->own});
+  if (rows->own && r->own.data != rows->own->data) PMOEI_TRY(pmoei_data_copy_rows(ctx, &r->own, rows->own));
   pmoei_exchange x = {.what = rows->what,
-                      .send_first = r->other_first,
-                      .send_rows = r->other_rows,
-                      .recv_first = r->first,
-                      .recv_rows = r->rows};
+                      .send_first = l.other_first,
+                      .send_rows = l.other_rows,
+                      .recv_first = l.first,
+                      .recv_rows = l.rows};
   if (rows->own) add_part(&x, r->own.data, r->all.data, row_bytes(rows->own));
   if (rows->own_value) add_part(&x, rows->own_value, rows->all_value, sizeof(float));
   PMOEI_TRY(exchange(stash, &x));
-  if (rows->own && r->all.data != rows->all->data)
-    pmoei_parallel(ctx, r->all.rows, copy_row, &(copy_job){&r->all, rows->all});
+  if (rows->own && r->all.data != rows->all->data) PMOEI_TRY(pmoei_data_copy_rows(ctx, rows->all, &r->all));
   return PMOE_OK;
 }
 
@@ -205,48 +197,30 @@ pmoe_status pmoei_tp_gather(pmoe_stash *stash, const pmoei_tp_rows *rows) {
   return status;
 }
 
-/* Row t of the result: its parts are rows t, t + n, t + 2n, ... */
-static void sum_row(void *arg, int64_t row, int32_t thread) {
-  (void)thread;
-  const copy_job *job = arg;
-  enum { CHUNK = 256 };
-  float sum[CHUNK], part[CHUNK];
-  size_t size = pmoe_dtype_size(job->to->dtype);
-  for (int64_t i = 0; i < job->to->cols; i += CHUNK) {
-    int64_t n = job->to->cols - i < CHUNK ? job->to->cols - i : CHUNK;
-    for (int64_t from = row; from < job->from->rows; from += job->to->rows) {
-      bool first = from == row;
-      pmoei_to_f32(first ? sum : part, (char *)pmoei_row(job->from, from) + (size_t)i * size, job->from->dtype, n);
-      for (int64_t j = 0; j < n && !first; j++) sum[j] += part[j];
-    }
-    pmoei_from_f32((char *)pmoei_row(job->to, row) + (size_t)i * size, job->to->dtype, sum, n);
-  }
-}
-
 static pmoe_status sum(pmoe_stash *stash, const pmoei_tp_rows *rows, room *r) {
-  int32_t tp = stash->layer->groups.tp->nranks;
+  const pmoe_layer *layer = stash->layer;
+  int32_t tp = layer->groups.tp->nranks;
+  lists l = lists_of(layer);
   int64_t next = 0, own = stash->tokens.own;
   for (int32_t p = 0; p < tp; p++) {
-    r->first[p] = next;
-    r->rows[p] = stash->tp_tokens[p];
-    next += r->rows[p];
-    r->other_first[p] = p * own;
-    r->other_rows[p] = own;
+    l.first[p] = next;
+    l.rows[p] = stash->tp_tokens[p];
+    next += l.rows[p];
+    l.other_first[p] = p * own;
+    l.other_rows[p] = own;
   }
   pmoei_exchange x = {.what = rows->what,
-                      .send_first = r->first,
-                      .send_rows = r->rows,
-                      .recv_first = r->other_first,
-                      .recv_rows = r->other_rows};
+                      .send_first = l.first,
+                      .send_rows = l.rows,
+                      .recv_first = l.other_first,
+                      .recv_rows = l.other_rows};
   add_part(&x, rows->all->data, r->all.data, row_bytes(rows->all));
   if (rows->own_value) add_part(&x, rows->all_value, r->all_value, sizeof(float));
   PMOEI_TRY(exchange(stash, &x));
-  pmoei_parallel(stash->layer->ctx, own, sum_row, &(copy_job){&r->all, rows->own});
-  for (int64_t t = 0; rows->own_value && t < own; t++) {
-    rows->own_value[t] = r->all_value[t];
-    for (int32_t p = 1; p < tp; p++) rows->own_value[t] += r->all_value[p * own + t];
-  }
-  return PMOE_OK;
+  PMOEI_TRY(layer->ops->sum_parts(layer->ctx, rows->own, &r->all));
+  if (!rows->own_value) return PMOE_OK;
+  const pmoe_mat values = {r->all_value, PMOE_F32, own * tp, 1, 1}, sums = {rows->own_value, PMOE_F32, own, 1, 1};
+  return layer->ops->sum_parts(layer->ctx, &sums, &values);
 }
 
 pmoe_status pmoei_tp_sum(pmoe_stash *stash, const pmoei_tp_rows *rows) {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/config.h"
+#include "core/data.h"
 #include "core/dtype.h"
 #include "core/parallel.h"
 #include "core/random.h"
@@ -76,8 +77,9 @@ static void fill_router(const pmoe_layer *layer, const pmoe_param *p, const pmoe
   }
 }
 
-static void fill_param(pmoe_layer *layer, int32_t index, const pmoe_upcycle *dense, float factor) {
-  const pmoe_param *p = &layer->param[index];
+/* `p` is the layer's parameter as the host may write it. */
+static void fill_param(const pmoe_layer *layer, int32_t index, const pmoe_param *p, const pmoe_upcycle *dense,
+                       float factor) {
   const pmoe_experts_config *cfg = &layer->experts_cfg;
   float matrices = pmoei_act_gated(cfg->act) ? 3.0f : 2.0f;
   bool even = dense->scale == PMOE_UPCYCLE_EVEN;
@@ -86,7 +88,6 @@ static void fill_param(pmoe_layer *layer, int32_t index, const pmoe_upcycle *den
                      .param = p,
                      .slices = dense->granularity,
                      .dense_inner = (int64_t)cfg->inner * dense->granularity};
-  if (p->numel == 0) return;
   switch (layer->kind[index]) {
   case PMOEI_ROUTER_WEIGHT: fill_router(layer, p, dense); break;
   case PMOEI_ROUTER_BIAS:
@@ -107,7 +108,7 @@ static void fill_param(pmoe_layer *layer, int32_t index, const pmoe_upcycle *den
     job.factor = factor / (float)dense->granularity;
     pmoei_parallel(layer->ctx, layer->num_local, fill_output_bias, &job);
     break;
-  default: break; /* the dense branch's */
+  default: break;
   }
 }
 
@@ -155,6 +156,14 @@ pmoe_status pmoe_layer_upcycle(pmoe_layer *layer, const pmoe_upcycle *config) {
     if (filled && p->numel > 0 && !p->data)
       return pmoei_error(PMOE_ERR_STATE, "parameter %s has no data; bind it with pmoe_layer_bind_param first", p->name);
   }
-  for (int32_t i = 0; i < layer->num_params; i++) fill_param(layer, i, &dense, factor);
+  PMOEI_TRY(pmoei_ctx_enter(layer->ctx, layer->ctx->stream));
+  for (int32_t i = 0; i < layer->num_params; i++) {
+    const pmoe_param *p = &layer->param[i];
+    pmoe_param on_host;
+    if (p->numel == 0 || layer->kind[i] >= PMOEI_RESIDUAL_FC1_WEIGHT) continue;
+    PMOEI_TRY(pmoei_param_open(layer, p, &on_host));
+    fill_param(layer, i, &on_host, &dense, factor);
+    PMOEI_TRY(pmoei_param_close(layer, p, &on_host));
+  }
   return PMOE_OK;
 }

@@ -10,7 +10,8 @@
 typedef enum pmoe_upcycle_scale { PMOE_UPCYCLE_OUTPUT, PMOE_UPCYCLE_EVEN } pmoe_upcycle_scale;
 
 /* The dense MLP, with the layer's activation, biases and experts' dtype; inner size G F. Out-features first, as in
- * pmoe/experts.h; a gated fc1 has all gate rows, then all up rows. Borrowed during the call. */
+ * pmoe/experts.h; a gated fc1 has all gate rows, then all up rows. Borrowed during the call;
+ * host memory on CUDA too. */
 typedef struct pmoe_upcycle {
   size_t size;
   int32_t granularity; /* G: expert e is slice e mod G of the MLP; divides num_experts, and top_k if a token is to
