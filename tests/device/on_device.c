@@ -1,4 +1,3 @@
-#define ON_DEVICE_ITSELF
 #include "device/on_device.h"
 
 #include <cuda_runtime_api.h>
