@@ -3,7 +3,6 @@
  * kernel says otherwise. */
 #ifndef PMOEI_GATE_CUDA_CUH
 #define PMOEI_GATE_CUDA_CUH
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <float.h>
 #include <math.h>
@@ -166,78 +165,6 @@ template <typename T> __device__ static inline T block_sum(T value, T *room) {
   __syncthreads();
   for (int w = 1; w < warps && thread == 0; w++) value += room[w];
   return value;
-}
-
-/* ---- rows of any type ---- */
-
-/* Four columns of rows at a time: as one access where every group of four lies evenly. */
-typedef struct row_view {
-  pmoe_mat mat;
-  bool even;
-} row_view;
-
-static inline row_view view_rows(const pmoe_mat *mat) {
-  size_t group = 4 * pmoe_dtype_size(mat->dtype);
-  row_view view = {*mat, mat->ld % 4 == 0 && (uintptr_t)mat->data % group == 0};
-  return view;
-}
-
-__device__ static inline float widened(const void *data, pmoe_dtype dtype, int64_t at) {
-  if (dtype == PMOE_F32) return ((const float *)data)[at];
-  uint16_t bits = ((const uint16_t *)data)[at];
-  return dtype == PMOE_BF16 ? pmoei_bf16_to_f32(bits) : __half2float(__ushort_as_half(bits));
-}
-
-/* Columns [col, col + n), n <= 4, col a multiple of 4; zeros behind them. */
-__device__ static inline float4 load_columns(const row_view &view, int64_t row, int64_t col, int64_t n) {
-  int64_t at = row * view.mat.ld + col;
-  const void *data = view.mat.data;
-  pmoe_dtype dtype = view.mat.dtype;
-  if (n == 4 && view.even && dtype == PMOE_F32) return *(const float4 *)((const float *)data + at);
-  ushort4 bits = {0, 0, 0, 0};
-  if (n == 4 && view.even) bits = *(const ushort4 *)((const uint16_t *)data + at);
-  if (n == 4 && view.even && dtype == PMOE_BF16)
-    return make_float4(pmoei_bf16_to_f32(bits.x), pmoei_bf16_to_f32(bits.y), pmoei_bf16_to_f32(bits.z),
-                       pmoei_bf16_to_f32(bits.w));
-  if (n == 4 && view.even)
-    return make_float4(__half2float(__ushort_as_half(bits.x)), __half2float(__ushort_as_half(bits.y)),
-                       __half2float(__ushort_as_half(bits.z)), __half2float(__ushort_as_half(bits.w)));
-  return make_float4(widened(data, dtype, at), n > 1 ? widened(data, dtype, at + 1) : 0,
-                     n > 2 ? widened(data, dtype, at + 2) : 0, n > 3 ? widened(data, dtype, at + 3) : 0);
-}
-
-__device__ static inline uint16_t narrowed(float value, pmoe_dtype dtype) {
-  return dtype == PMOE_BF16 ? pmoei_f32_to_bf16(value) : __half_as_ushort(__float2half_rn(value));
-}
-
-__device__ static inline void store_columns(const row_view &view, int64_t row, int64_t col, int64_t n, float4 v) {
-  int64_t at = row * view.mat.ld + col;
-  pmoe_dtype dtype = view.mat.dtype;
-  const float value[4] = {v.x, v.y, v.z, v.w};
-  if (n == 4 && view.even && dtype == PMOE_F32) *(float4 *)((float *)view.mat.data + at) = v;
-  else if (n == 4 && view.even)
-    *(ushort4 *)((uint16_t *)view.mat.data + at) =
-        make_ushort4(narrowed(v.x, dtype), narrowed(v.y, dtype), narrowed(v.z, dtype), narrowed(v.w, dtype));
-  else
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (i >= n) break;
-      if (dtype == PMOE_F32) ((float *)view.mat.data)[at + i] = value[i];
-      else ((uint16_t *)view.mat.data)[at + i] = narrowed(value[i], dtype);
-    }
-}
-
-/* The jitter of columns [col, col + 4) of a token. */
-__device__ static inline float4 jitter_of(const gate_job &job, int64_t token, int64_t col) {
-  float low = 1.0f - job.cfg.jitter, width = 2.0f * job.cfg.jitter;
-  uint32_t word[4];
-  pmoei_random4(job.jitter_key, (uint64_t)(job.call.step.first_token + token), (uint64_t)col / 4, word);
-  return make_float4(low + width * pmoei_uniform(word[0]), low + width * pmoei_uniform(word[1]),
-                     low + width * pmoei_uniform(word[2]), low + width * pmoei_uniform(word[3]));
-}
-
-__device__ static inline float4 times(float4 a, float4 b) {
-  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }
 
 #endif

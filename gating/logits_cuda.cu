@@ -1,31 +1,49 @@
 /* The router's logits, and what it makes of x before and of its gradient behind. */
+#include "core/elements.cuh"
 #include "gating/gate_cuda.cuh"
+
+using pmoei::blocks_for;
 
 enum { THREADS = 256 };
 
-static unsigned blocks_for(int64_t n) { return (unsigned)((n + THREADS - 1) / THREADS); }
+/* N = 4 or 1 neighbours a thread: four share one drawing of random numbers. */
+template <int N> __device__ static void jitter(const gate_job &job, int64_t token, int64_t col, float *v) {
+  float low = 1.0f - job.cfg.jitter, width = 2.0f * job.cfg.jitter;
+  uint32_t word[4];
+  pmoei_random4(job.jitter_key, (uint64_t)(job.call.step.first_token + token), (uint64_t)col / 4, word);
+  if (N == 1) word[0] = col % 4 == 0 ? word[0] : col % 4 == 1 ? word[1] : col % 4 == 2 ? word[2] : word[3];
+#pragma unroll
+  for (int i = 0; i < N; i++) v[i] *= low + width * pmoei_uniform(word[i]);
+}
 
-/* A thread for four columns of a token. */
-__global__ static void widen(const __grid_constant__ gate_job job, row_view x, int64_t first, int64_t rows,
+template <typename T, int N>
+__global__ static void widen(const __grid_constant__ gate_job job, pmoei::rows_of<T> x, int64_t first, int64_t rows,
                              bool zeros) {
-  int64_t hidden = x.mat.cols, groups = (hidden + 3) / 4;
-  int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x, row = index / groups, col = index % groups * 4;
-  if (row >= rows) return;
-  int64_t n = hidden - col < 4 ? hidden - col : 4;
-  float4 v = make_float4(0, 0, 0, 0);
-  if (!zeros || !is_masked(job.call, first + row)) {
-    v = load_columns(x, first + row, col, n);
-    if (job.jitter) v = times(v, jitter_of(job, first + row, col));
+  int64_t hidden = job.call.x.cols, per_row = hidden / N;
+  for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < rows * per_row; i += gridDim.x * (int64_t)THREADS) {
+    int64_t row = i / per_row, col = i % per_row * N;
+    float v[N] = {0};
+    if (!zeros || !is_masked(job.call, first + row)) {
+      pmoei::load<T, N>(v, x.row(first + row) + col);
+      if (job.jitter) jitter<N>(job, first + row, col, v);
+    }
+    pmoei::store<float, N>(job.call.input + row * hidden + col, v);
   }
-  row_view out = {{job.call.input, PMOE_F32, rows, hidden, hidden}, hidden % 4 == 0};
-  store_columns(out, row, col, n, v);
 }
 
 pmoe_status pmoei_gate_cuda_widen(const pmoei_gate_call *call, int64_t first, int64_t rows, bool zeros) {
-  int64_t groups = (call->x.cols + 3) / 4;
-  widen<<<blocks_for(rows * groups), THREADS, 0, stream_of(call)>>>(job_of(call), view_rows(&call->x), first, rows,
-                                                                    zeros);
-  return pmoei_cuda_launched("widen");
+  gate_job job = job_of(call);
+  cudaStream_t stream = stream_of(call);
+  const pmoe_mat *x = &call->x;
+  return pmoei::with_type(x->dtype, [=](auto type) {
+    using T = decltype(type);
+    auto from = pmoei::view<T>(x);
+    int64_t count = rows * x->cols;
+    if (pmoei::aligned(x))
+      widen<T, 4><<<blocks_for(count / 4, THREADS), THREADS, 0, stream>>>(job, from, first, rows, zeros);
+    else widen<T, 1><<<blocks_for(count, THREADS), THREADS, 0, stream>>>(job, from, first, rows, zeros);
+    return pmoei_cuda_launched("widen");
+  });
 }
 
 __global__ static void add_bias(float *logits, int64_t padded, int64_t tokens, const float *bias, int32_t num_experts) {
@@ -87,7 +105,7 @@ static pmoe_status linear_logits(pmoei_gate_call *call) {
   }
   if (!gate->cfg.bias) return PMOE_OK;
   int32_t num_experts = gate->cfg.num_experts;
-  dim3 grid(blocks_for(call->tokens), (unsigned)(num_experts < 1024 ? num_experts : 1024));
+  dim3 grid((unsigned)((call->tokens + THREADS - 1) / THREADS), (unsigned)(num_experts < 1024 ? num_experts : 1024));
   add_bias<<<grid, THREADS, 0, stream_of(call)>>>(call->logits, call->padded, call->tokens, call->params.bias,
                                                   num_experts);
   return pmoei_cuda_launched("add_bias");
@@ -100,16 +118,36 @@ pmoe_status pmoei_gate_cuda_logits(pmoei_gate_call *call) {
 
 /* ---- backward ---- */
 
-/* dx += what the product left in call->input, through the jitter. A thread for four columns of a token. */
-__global__ static void add_rows(const __grid_constant__ gate_job job, row_view dx, int64_t first, int64_t rows) {
-  int64_t hidden = dx.mat.cols, groups = (hidden + 3) / 4;
-  int64_t index = (int64_t)blockIdx.x * THREADS + threadIdx.x, row = index / groups, col = index % groups * 4;
-  if (row >= rows) return;
-  int64_t n = hidden - col < 4 ? hidden - col : 4;
-  row_view in = {{job.call.input, PMOE_F32, rows, hidden, hidden}, hidden % 4 == 0};
-  float4 v = load_columns(in, row, col, n), old = load_columns(dx, first + row, col, n);
-  if (job.jitter) v = times(v, jitter_of(job, first + row, col));
-  store_columns(dx, first + row, col, n, make_float4(old.x + v.x, old.y + v.y, old.z + v.z, old.w + v.w));
+/* dx += what the product left in call->input, through the jitter. */
+template <typename T, int N>
+__global__ static void add_rows(const __grid_constant__ gate_job job, pmoei::rows_of<T> dx, int64_t first,
+                                int64_t rows) {
+  int64_t hidden = job.call.dx.cols, per_row = hidden / N;
+  for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < rows * per_row; i += gridDim.x * (int64_t)THREADS) {
+    int64_t row = i / per_row, col = i % per_row * N;
+    float v[N], sum[N];
+    pmoei::load<float, N>(v, job.call.input + row * hidden + col);
+    pmoei::load<T, N>(sum, dx.row(first + row) + col);
+    if (job.jitter) jitter<N>(job, first + row, col, v);
+#pragma unroll
+    for (int n = 0; n < N; n++) sum[n] += v[n];
+    pmoei::store<T, N>(dx.row(first + row) + col, sum);
+  }
+}
+
+static pmoe_status add_input_to(const pmoei_gate_call *call, int64_t first, int64_t rows) {
+  gate_job job = job_of(call);
+  cudaStream_t stream = stream_of(call);
+  const pmoe_mat *dx = &call->dx;
+  return pmoei::with_type(dx->dtype, [=](auto type) {
+    using T = decltype(type);
+    auto to = pmoei::view<T>(dx);
+    int64_t count = rows * dx->cols;
+    if (pmoei::aligned(dx))
+      add_rows<T, 4><<<blocks_for(count / 4, THREADS), THREADS, 0, stream>>>(job, to, first, rows);
+    else add_rows<T, 1><<<blocks_for(count, THREADS), THREADS, 0, stream>>>(job, to, first, rows);
+    return pmoei_cuda_launched("add_rows");
+  });
 }
 
 static pmoe_status multiply_back(pmoei_gate_call *call, void *out, int64_t ld, int64_t first, int64_t rows,
@@ -136,12 +174,10 @@ pmoe_status pmoei_gate_cuda_add_to_dx(pmoei_gate_call *call) {
   pmoe_mat *dx = &call->dx;
   if (dx->dtype == PMOE_F32 && !(call->step.training && gate->cfg.jitter > 0))
     return multiply_back(call, dx->data, dx->ld, 0, call->tokens, true);
-  int64_t groups = (dx->cols + 3) / 4;
   for (int64_t first = 0; first < call->tokens; first += call->input_rows) {
     int64_t rows = call->tokens - first < call->input_rows ? call->tokens - first : call->input_rows;
     PMOEI_TRY(multiply_back(call, call->input, gate->hidden, first, rows, false));
-    add_rows<<<blocks_for(rows * groups), THREADS, 0, stream_of(call)>>>(job_of(call), view_rows(dx), first, rows);
-    PMOEI_TRY(pmoei_cuda_launched("add_rows"));
+    PMOEI_TRY(add_input_to(call, first, rows));
   }
   return PMOE_OK;
 }
