@@ -4,9 +4,11 @@
 #include <pmoe/types.h>
 #include <string.h>
 
+#include "core/device.h"
+
 typedef uint16_t pmoei_bf16;
 
-static inline float pmoei_bf16_to_f32(pmoei_bf16 value) {
+PMOEI_SHARED float pmoei_bf16_to_f32(pmoei_bf16 value) {
   uint32_t bits = (uint32_t)value << 16;
   float out;
   memcpy(&out, &bits, sizeof out);
@@ -14,7 +16,7 @@ static inline float pmoei_bf16_to_f32(pmoei_bf16 value) {
 }
 
 /* Round to nearest, ties to even; every NaN stays a (quiet) NaN. Branch-free, so that loops over it vectorise. */
-static inline pmoei_bf16 pmoei_f32_to_bf16(float value) {
+PMOEI_SHARED pmoei_bf16 pmoei_f32_to_bf16(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
