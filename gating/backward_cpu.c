@@ -19,23 +19,11 @@ static void load_choices(const pmoei_gate_call *call, pmoei_gate_tile *tile, int
   }
 }
 
-/* Whether the weights are a softmax over all experts that no later division undoes. */
-static bool shares_with_all(const pmoe_gate_config *cfg) {
-  return cfg->score == PMOE_SCORE_SOFTMAX && cfg->norm == PMOE_NORM_NONE && !cfg->softmax_after_topk;
-}
-
-/* s'(x) / s(x) from the logit and, for a sigmoid, the score. A softmax's derivative is r_k (g_k - mean) with a ratio of
- * 1. */
-static float slope_ratio(pmoe_score score, float logit, float value) {
-  if (score == PMOE_SCORE_SIGMOID) return 1 - value;
-  return score == PMOE_SCORE_SQRT_SOFTPLUS ? pmoei_sqrt_softplus_slope(logit) : 1;
-}
-
 /* Let r_k be a weight before scaling and g_k its gradient, 0 for a dropped choice; s'/s the slope of a score divided by
  * it. dlogit_k = r_k (g_k - mean) s'/s with mean = sum_k r_k g_k wherever the r are divided by a sum: over all experts
- * when shares_with_all, else over the choices, or the survivors; without a division mean = 0. Turns tile->value from
- * scores into the part of that on the choices; returns the mean to be shared out over all experts. `logit` [K,LANES] is
- * that of the choices. */
+ * when pmoei_gate_shares_with_all, else over the choices, or the survivors; without a division mean = 0. Turns
+ * tile->value from scores into the part of that on the choices; returns the mean to be shared out over all experts.
+ * `logit` [K,LANES] is that of the choices. */
 static float choice_gradient(const pmoei_gate_call *call, pmoei_gate_tile *tile, const float *logit, int64_t token,
                              int64_t lane) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
@@ -54,12 +42,12 @@ static float choice_gradient(const pmoei_gate_call *call, pmoei_gate_tile *tile,
     float score = value[k * LANES];
     value[k * LANES] = sum < FLT_MIN ? 0 : score / sum;
     if (slot[k] >= 0) mean += value[k * LANES] * (dweight[k] * cfg->weight_scale);
-    tile->ratio[k] = score == 0 ? 0 : slope_ratio(cfg->score, logit[k * LANES + lane], score);
+    tile->ratio[k] = score == 0 ? 0 : pmoei_gate_slope_ratio(cfg->score, logit[k * LANES + lane], score);
   }
-  float here = shares_with_all(cfg) || !divided ? 0 : mean;
+  float here = pmoei_gate_shares_with_all(cfg) || !divided ? 0 : mean;
   for (int64_t k = 0; k < cfg->top_k; k++)
     value[k * LANES] *= ((slot[k] >= 0 ? dweight[k] * cfg->weight_scale : 0) - here) * tile->ratio[k];
-  return shares_with_all(cfg) ? mean : 0;
+  return pmoei_gate_shares_with_all(cfg) ? mean : 0;
 }
 
 /* What the losses and a softmax over all experts give every logit. With P_e = u_e / sum the probability, G_e the
@@ -107,7 +95,8 @@ static void weigh_dense(const pmoei_gate_call *call, const pmoei_gate_tile *tile
   else if (aux) add_slopes(tile->logits, cfg->num_experts, call->slope, mean);
   for (int l = 0; l < LANES; l++) {
     dense->in_losses[l] = losses && tile->finite[l] && !tile->masked[l];
-    bool used = !tile->masked[l] && (shares_with_all(cfg) || dense->in_losses[l]) && !(tile->sum[l] < FLT_MIN);
+    bool used =
+        !tile->masked[l] && (pmoei_gate_shares_with_all(cfg) || dense->in_losses[l]) && !(tile->sum[l] < FLT_MIN);
     dense->inverse[l] = used ? 1 / tile->sum[l] : 0;
     dense->shift[l] = shared[l] + (dense->in_losses[l] ? mean[l] * dense->inverse[l] : 0);
     dense->z[l] = dense->in_losses[l] && cfg->z_coef > 0 ? call->z_factor * tile->lse[l] : 0;

@@ -127,11 +127,12 @@ pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe
 }
 
 /* Rows are bounded so that no product of sizes overflows, padding included. */
-static pmoe_status check_mat(const pmoe_mat *mat, const char *name, int64_t cols) {
+static pmoe_status check_mat(const pmoe_ctx *ctx, const pmoe_mat *mat, const char *name, int64_t cols) {
+  bool half = pmoei_on_device(ctx);
   PMOEI_REQUIRE(mat != NULL, "%s is NULL; a pointer was expected", name);
-  PMOEI_REQUIRE(mat->dtype == PMOE_F32 || mat->dtype == PMOE_BF16,
-                "%s->dtype is %s (%d); float32 or bfloat16 was expected", name, pmoe_dtype_name(mat->dtype),
-                (int)mat->dtype);
+  PMOEI_REQUIRE(mat->dtype == PMOE_F32 || mat->dtype == PMOE_BF16 || (half && mat->dtype == PMOE_F16),
+                "%s->dtype is %s (%d); float32%s was expected", name, pmoe_dtype_name(mat->dtype), (int)mat->dtype,
+                half ? ", bfloat16 or float16" : " or bfloat16");
   PMOEI_REQUIRE(mat->cols == cols, "%s->cols is %lld; hidden = %lld was expected", name, (long long)mat->cols,
                 (long long)cols);
   PMOEI_REQUIRE(mat->ld >= mat->cols, "%s->ld is %lld; at least cols = %lld was expected", name, (long long)mat->ld,
@@ -184,6 +185,9 @@ pmoe_status pmoei_gate_check_step(pmoe_step *out, const pmoe_step *step, int64_t
   return PMOE_OK;
 }
 
+/* Arrays on a device are not looked at: kernels leave out what is out of range. */
+static bool can_look(const pmoei_gate_call *call) { return !pmoei_on_device(call->gate->ctx); }
+
 /* Sequences are looked at where the sequence loss needs them. */
 static pmoe_status check_sequences(const pmoei_gate_call *call) {
   const pmoe_step *step = &call->step;
@@ -194,7 +198,7 @@ static pmoe_status check_sequences(const pmoei_gate_call *call) {
         step->num_sequences == 0 || call->tokens % step->num_sequences == 0,
         "step->sequence is NULL for %lld tokens in %d sequences; equal sequences, or the array, were expected",
         (long long)call->tokens, step->num_sequences);
-  for (int64_t t = 0; t < call->tokens && step->sequence; t++)
+  for (int64_t t = 0; t < call->tokens && step->sequence && can_look(call); t++)
     PMOEI_REQUIRE(step->sequence[t] >= 0 && step->sequence[t] < step->num_sequences,
                   "step->sequence[%lld] is %d; 0 to %d was expected", (long long)t, step->sequence[t],
                   step->num_sequences - 1);
@@ -220,7 +224,7 @@ static pmoe_status check_given(const pmoei_gate_call *call) {
 }
 
 static pmoe_status check_host_mat(const pmoe_mat *mat, const char *name, const pmoei_gate_call *call) {
-  PMOEI_TRY(check_mat(mat, name, call->gate->cfg.num_experts));
+  PMOEI_TRY(check_mat(call->gate->ctx, mat, name, call->gate->cfg.num_experts));
   PMOEI_REQUIRE(mat->dtype == PMOE_F32, "%s->dtype is %s; float32 was expected", name, pmoe_dtype_name(mat->dtype));
   PMOEI_REQUIRE(mat->rows == call->tokens, "%s->rows is %lld; x->rows = %lld was expected", name, (long long)mat->rows,
                 (long long)call->tokens);
@@ -242,7 +246,7 @@ static pmoe_status check_step_arrays(const pmoei_gate_call *call) {
                 "step->weight is NULL; [%lld,%d] float32 was expected by PMOE_ROUTER_HOST_ROUTING",
                 (long long)call->tokens, cfg->top_k);
   if (cfg->router == PMOE_ROUTER_HOST_LOGITS) PMOEI_TRY(check_host_mat(step->logits, "step->logits", call));
-  return cfg->choice == PMOE_CHOICE_GIVEN ? check_given(call) : PMOE_OK;
+  return cfg->choice == PMOE_CHOICE_GIVEN && can_look(call) ? check_given(call) : PMOE_OK;
 }
 
 static pmoe_status check_routing(pmoe_routing *out, const pmoe_routing *routing, int64_t tokens) {
@@ -259,7 +263,7 @@ static pmoe_status check_common(pmoei_gate_call *call, const pmoe_gate *gate, co
                                 const pmoe_step *step, const pmoe_mat *x, const pmoe_routing *routing) {
   PMOEI_REQUIRE_POINTER(gate);
   PMOEI_TRY(check_params(&call->params, gate, params));
-  PMOEI_TRY(check_mat(x, "x", gate->hidden));
+  PMOEI_TRY(check_mat(gate->ctx, x, "x", gate->hidden));
   int64_t tokens = x->rows;
   PMOEI_REQUIRE(tokens <= (INT64_MAX >> 8) / gate->cfg.num_experts,
                 "x->rows is %lld; at most (2^55 - 1) / num_experts was expected", (long long)tokens);
@@ -300,7 +304,7 @@ static pmoe_status check_choices(const pmoei_gate_call *call) {
                 routing->num_experts, cfg->num_experts);
   PMOEI_REQUIRE(routing->top_k == cfg->top_k, "routing->top_k is %d; %d was expected", routing->top_k, cfg->top_k);
   int64_t choices = call->tokens * cfg->top_k;
-  if (!any_outside(routing->expert, choices, cfg->num_experts)) return PMOE_OK;
+  if (!can_look(call) || !any_outside(routing->expert, choices, cfg->num_experts)) return PMOE_OK;
   for (int64_t i = 0; i < choices; i++)
     PMOEI_REQUIRE(routing->expert[i] >= -1 && routing->expert[i] < cfg->num_experts,
                   "routing->expert[%lld] is %d; -1 (masked) to %d was expected", (long long)i, routing->expert[i],
@@ -313,7 +317,7 @@ static pmoe_status check_input_grad(const pmoei_gate_call *call, const float *dw
   PMOEI_REQUIRE(dweight != NULL || call->tokens == 0, "dweight is NULL; [%lld,%d] float32 was expected",
                 (long long)call->tokens, call->gate->cfg.top_k);
   PMOEI_REQUIRE(isfinite(loss_scale), "loss_scale is %g; a finite number was expected", (double)loss_scale);
-  PMOEI_TRY(check_mat(dx, "dx", call->gate->hidden));
+  PMOEI_TRY(check_mat(call->gate->ctx, dx, "dx", call->gate->hidden));
   PMOEI_REQUIRE(dx->rows == call->tokens, "dx->rows is %lld; x->rows = %lld was expected", (long long)dx->rows,
                 (long long)call->tokens);
   PMOEI_REQUIRE(dx->dtype == PMOE_F32 || dx->dtype == call->x.dtype, "dx->dtype is %s; float32 or x's %s was expected",

@@ -80,12 +80,6 @@ void pmoei_gate_sample(const pmoei_gate_call *call, pmoei_gate_tile *tile);
 /* The threshold for keeping the k largest of n keys (1 <= k <= n): every key above it, and the first *ties that equal
  * it. */
 uint32_t pmoei_gate_threshold(const uint32_t *key, int64_t n, int64_t k, int64_t *ties);
-/* Unsigned integers in the order of floats; NaN, whatever its sign, below everything. Both zeros are equal. */
-static inline uint32_t pmoei_gate_order_key(float value) {
-  uint32_t bits = pmoei_bits_of(value + 0.0f);
-  uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
-  return value == value ? key : 0;
-}
 
 /* choose_cpu.c */
 
@@ -130,6 +124,7 @@ float pmoei_gate_slopes(pmoei_gate_call *call);
 /* The table's entries, one file each. */
 pmoe_status pmoei_gate_route(pmoei_gate_call *call);
 pmoe_status pmoei_gate_total(pmoei_gate_call *call);
+pmoe_status pmoei_gate_add_to_step(pmoei_gate_call *call, bool anew);
 pmoe_status pmoei_gate_losses_value(pmoei_gate_call *call);
 pmoe_status pmoei_gate_drop(pmoei_gate_call *call);
 pmoe_status pmoei_gate_place(pmoei_gate_call *call);

@@ -6,6 +6,8 @@
 
 #include "core/arena.h"
 #include "core/ctx.h"
+#include "core/data.h"
+#include "gating/gate_math.h"
 
 typedef struct pmoei_gate_ops pmoei_gate_ops;
 
@@ -15,12 +17,14 @@ struct pmoe_gate {
   pmoe_gate_config cfg; /* weight_scale and min_capacity with their defaults filled in */
   int32_t hidden, layer_id;
   pmoe_loss_sum micro_batch, global;
+  /* Data memory, as all that follows but `report`. */
   int64_t *choice_count; /* [E] of training forwards since pmoe_gate_take_counts */
   /* What the global loss divides: counted choices [E] and live tokens of the micro-batches of step `global_step`; NULL
    * without that loss. */
   int64_t *global_sums;
   double *global_prob; /* [E] this rank's probabilities, summed over the same micro-batches */
   uint64_t global_step;
+  struct pmoei_gate_report *report; /* for pmoe_gate_forward's statistics */
 };
 
 /* Tokens are worked on in blocks of this many, whatever the number of threads. */
@@ -42,6 +46,14 @@ typedef struct pmoei_gate_losses {
   double aux, seq_aux, global_aux, z;
 } pmoei_gate_losses;
 
+/* What a forward's statistics are made of. */
+typedef struct pmoei_gate_report {
+  pmoei_gate_totals totals;
+  pmoei_gate_losses losses;
+  int64_t tokens;
+  int64_t count[]; /* expert_count [E], expert_rows [E] */
+} pmoei_gate_report;
+
 struct pmoei_gate_tile;
 
 /* One forward or backward after its arguments were checked. The last part is scratch. */
@@ -60,8 +72,9 @@ typedef struct pmoei_gate_call {
   float *dlogits; /* [T,E] */
   pmoe_mat dx;
 
-  pmoei_gate_totals totals;
-  pmoei_gate_losses losses;
+  bool counts_for_later; /* training, and not repeated */
+
+  pmoei_gate_report *result;    /* totals and losses */
   struct pmoei_gate_tile *tile; /* [threads] */
   pmoei_gate_tally *tally;      /* [blocks] */
   int64_t *block_count;         /* [blocks,E] choices with a slot; then the first slot of the block */
@@ -84,10 +97,25 @@ typedef struct pmoei_gate_call {
   double *column_sum;           /* [blocks,E] */
   uint64_t *picked;             /* [blocks,E] a bit for each token that the expert picked */
   uint32_t *pick_key;           /* [threads, blocks PMOEI_GATE_BLOCK] */
+
+  /* On CUDA, where `padded` is the number of tokens rounded up to whole blocks, and rows are of experts: */
+  int64_t padded;
+  float *logits;       /* [E,padded] */
+  float *selection;    /* [E,padded] what the choice compares, if not the logits */
+  float *group;        /* [num_groups,padded] group scores */
+  int32_t *plain;      /* [T,K] choices that the losses count, if not the choices */
+  int32_t *drawn;      /* [K,padded] a token's choices so far, in order: for the hash */
+  float *input;        /* [input_rows,H] x in float32 */
+  int64_t input_rows;  /* a multiple of PMOEI_GATE_BLOCK */
+  int64_t *seq_prob;   /* [num_sequences,E] sums of probabilities in fixed point */
+  int64_t *picks;      /* [E] tokens that the expert picked */
+  int64_t *iteration;  /* Sinkhorn's: tokens that take part, and whether it has converged */
+  double *partial_sum; /* [slices,E] column sums of dlogits */
 } pmoei_gate_call;
 
-/* In forward: route, total, (sums over ranks), losses, drop (if there is a capacity), place. In backward: input_grad,
- * weight_grad, or one of them. */
+/* In forward: route, total, (sums over ranks), add_to_step (with a global loss, if it counts for later), losses, drop
+ * (if there is a capacity), place. In backward: input_grad, weight_grad, or one of them. On CUDA everything is enqueued
+ * on the context's stream. */
 struct pmoei_gate_ops {
   /* Takes the call's scratch from the arena; run twice, to measure and to carve. */
   void (*plan)(pmoei_gate_call *call, pmoei_arena *arena);
@@ -95,19 +123,25 @@ struct pmoei_gate_ops {
   pmoe_status (*route)(pmoei_gate_call *call);
   /* Sums over blocks: expert_count, totals, loss_sums. */
   pmoe_status (*total)(pmoei_gate_call *call);
+  /* Adds what the global loss divides to the gate's sums, which start anew if `anew`. */
+  pmoe_status (*add_to_step)(pmoei_gate_call *call, bool anew);
   /* The losses' values, once loss_sums hold what all ranks counted. */
   pmoe_status (*losses)(pmoei_gate_call *call);
   /* Takes the slot from choices beyond the capacity. */
   pmoe_status (*drop)(pmoei_gate_call *call);
-  /* Numbers the choices that have a slot, in token order within each expert; expert_rows; finished weights. */
+  /* Numbers the choices that have a slot, in token order within each expert; expert_rows; finished weights; the gate's
+   * choice_count if it counts for later. */
   pmoe_status (*place)(pmoei_gate_call *call);
   /* dlogits, and dx += dlogits Wg. */
   pmoe_status (*input_grad)(pmoei_gate_call *call);
   /* weight_grad += dlogitsᵀ x, bias_grad += column sums of dlogits. */
   pmoe_status (*weight_grad)(pmoei_gate_call *call);
+  /* What pmoei_selection_bias_update does. */
+  pmoe_status (*update_bias)(pmoe_ctx *ctx, int32_t num_experts, const int64_t *count, float rate, int32_t centred,
+                             float *bias);
 };
 
-extern const pmoei_gate_ops pmoei_gate_ops_cpu;
+extern const pmoei_gate_ops pmoei_gate_ops_cpu, pmoei_gate_ops_cuda;
 
 static inline bool pmoei_gate_has_aux(const pmoe_gate *gate) {
   return gate->cfg.aux_coef > 0 || gate->cfg.seq_aux_coef > 0 || gate->cfg.global_aux_coef > 0;
@@ -154,15 +188,26 @@ static inline int32_t pmoei_gate_sequence_of(const pmoei_gate_call *call, int64_
   return (int32_t)(token / (call->tokens / call->num_sequences));
 }
 
-/* Whether the global loss is taken over all micro-batches of the step so far, or, where this call does not belong to
- * them, over this call alone. */
-bool pmoei_gate_is_in_step(const pmoei_gate_call *call);
-static inline const int64_t *pmoei_gate_global_so_far(const pmoei_gate_call *call) {
-  return pmoei_gate_is_in_step(call) ? call->gate->global_sums : pmoei_gate_global_sums(call);
+/* Whether the global loss is taken over all micro-batches of the step so far, if they had live tokens, or, where this
+ * call does not belong to them, over this call alone. */
+static inline bool pmoei_gate_is_of_step(const pmoei_gate_call *call) {
+  return call->step.training && call->gate->global_step == call->step.step;
 }
-static inline const double *pmoei_gate_global_prob(const pmoei_gate_call *call) {
-  return pmoei_gate_is_in_step(call) ? call->gate->global_prob : call->prob_total;
-}
+
+/* ---- what a layer uses ---- */
+
+size_t pmoei_gate_report_bytes(const pmoe_gate *gate);
+/* pmoe_gate_forward that does not wait. `report` (host memory, pinned on CUDA; may be NULL) is filled when the stream
+ * has passed. */
+pmoe_status pmoei_gate_forward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step,
+                               const pmoe_mat *x, pmoe_routing *routing, pmoei_gate_report *report, pmoe_stream stream);
+pmoe_gate_stats pmoei_gate_statistics(const pmoe_gate *gate, const pmoei_gate_report *report);
+/* The counts that pmoe_gate_take_counts takes, in data memory, and setting them to zero on the context's stream. */
+static inline const int64_t *pmoei_gate_counts(const pmoe_gate *gate) { return gate->choice_count; }
+pmoe_status pmoei_gate_clear_counts(pmoe_gate *gate);
+/* pmoe_selection_bias_update on data memory. The counts are not looked at first. */
+pmoe_status pmoei_selection_bias_update(pmoe_ctx *ctx, int32_t num_experts, const int64_t *count, float rate,
+                                        int32_t centred, float *bias);
 
 /* Scratch that forward and backward of up to `tokens` tokens need at most, with dlogits given or not. */
 size_t pmoei_gate_scratch_bytes(const pmoe_gate *gate, int64_t tokens, int32_t num_sequences);

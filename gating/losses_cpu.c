@@ -139,7 +139,7 @@ pmoe_status pmoei_gate_total(pmoei_gate_call *call) {
     totals.live += call->tally[b].live;
     totals.z_sum += call->tally[b].z_sum;
   }
-  call->totals = totals;
+  *call->result = (pmoei_gate_report){.totals = totals};
   pmoei_parallel(call->gate->ctx, (num_experts + EXPERTS_PER_TASK - 1) / EXPERTS_PER_TASK, sum_experts, call);
   if (call->picked) count_picks(call);
   if (pmoei_gate_has_losses(call->gate)) pmoei_gate_micro_sums(call)[num_experts] = totals.live;
@@ -148,18 +148,33 @@ pmoe_status pmoei_gate_total(pmoei_gate_call *call) {
 
 /* ---- values and slopes ---- */
 
-static int64_t at_least_one(int64_t n) { return n > 0 ? n : 1; }
-
-static double mean_tokens(const pmoei_gate_call *call, int64_t live) {
-  return (double)at_least_one(call->step.loss_tokens > 0 ? call->step.loss_tokens : live);
+static bool is_in_step(const pmoei_gate_call *call) {
+  return pmoei_gate_is_of_step(call) && call->gate->global_sums[call->gate->cfg.num_experts] > 0;
 }
 
-/* coef E f_e / tokens for each expert: the derivative of a loss by a token's probability. Sums are counts, then live
- * tokens. */
+static const int64_t *global_so_far(const pmoei_gate_call *call) {
+  return is_in_step(call) ? call->gate->global_sums : pmoei_gate_global_sums(call);
+}
+
+pmoe_status pmoei_gate_add_to_step(pmoei_gate_call *call, bool anew) {
+  const pmoe_gate *gate = call->gate;
+  const int64_t *global = pmoei_gate_global_sums(call);
+  for (int64_t i = 0; i <= gate->cfg.num_experts; i++)
+    gate->global_sums[i] = (anew ? 0 : gate->global_sums[i]) + global[i];
+  for (int64_t e = 0; e < gate->cfg.num_experts; e++)
+    gate->global_prob[e] = (anew ? 0 : gate->global_prob[e]) + call->prob_total[e];
+  return PMOE_OK;
+}
+
+static double mean_tokens(const pmoei_gate_call *call, int64_t live) {
+  return pmoei_gate_mean_over(call->step.loss_tokens, live);
+}
+
+/* Sums are counts, then live tokens. */
 static double loss_slope(const pmoei_gate_call *call, float coef, const int64_t *sums, int64_t expert, double tokens) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
-  double choices = (double)at_least_one(sums[cfg->num_experts]) * pmoei_gate_counted(call->gate);
-  return (double)coef * cfg->num_experts * ((double)sums[expert] / choices) / tokens;
+  return pmoei_gate_loss_slope(coef, cfg->num_experts, sums[expert], sums[cfg->num_experts],
+                               pmoei_gate_counted(call->gate), tokens);
 }
 
 /* The sequences that the mean is taken over. */
@@ -167,13 +182,14 @@ static double mean_sequences(const pmoei_gate_call *call) {
   int64_t live = 0;
   for (int64_t s = 0; s < call->num_sequences; s++)
     live += pmoei_gate_seq_sums(call, s)[call->gate->cfg.num_experts] > 0;
-  return (double)at_least_one(call->step.loss_sequences > 0 ? call->step.loss_sequences : live);
+  return pmoei_gate_mean_over(call->step.loss_sequences, live);
 }
 
 static double seq_slope(const pmoei_gate_call *call, int64_t sequence, int64_t expert, double sequences) {
   const pmoe_gate_config *cfg = &call->gate->cfg;
   const int64_t *sums = pmoei_gate_seq_sums(call, sequence);
-  return loss_slope(call, cfg->seq_aux_coef, sums, expert, (double)at_least_one(sums[cfg->num_experts]) * sequences);
+  return loss_slope(call, cfg->seq_aux_coef, sums, expert,
+                    (double)pmoei_at_least_one(sums[cfg->num_experts]) * sequences);
 }
 
 /* Tokens in order, whoever computes which expert. */
@@ -214,10 +230,10 @@ pmoe_status pmoei_gate_losses_value(pmoei_gate_call *call) {
   if (cfg->aux_coef > 0) losses.aux = value_over(call, cfg->aux_coef, micro, call->prob_total);
   if (cfg->seq_aux_coef > 0) losses.seq_aux = seq_value(call);
   if (cfg->global_aux_coef > 0)
-    losses.global_aux =
-        value_over(call, cfg->global_aux_coef, pmoei_gate_global_so_far(call), pmoei_gate_global_prob(call));
-  losses.z = (double)cfg->z_coef * call->totals.z_sum / mean_tokens(call, micro[cfg->num_experts]);
-  call->losses = losses;
+    losses.global_aux = value_over(call, cfg->global_aux_coef, global_so_far(call),
+                                   is_in_step(call) ? call->gate->global_prob : call->prob_total);
+  losses.z = (double)cfg->z_coef * call->result->totals.z_sum / mean_tokens(call, micro[cfg->num_experts]);
+  call->result->losses = losses;
   return PMOE_OK;
 }
 
@@ -226,7 +242,7 @@ float pmoei_gate_slopes(pmoei_gate_call *call) {
   const int64_t *micro = pmoei_gate_micro_sums(call), *global = NULL;
   double tokens = mean_tokens(call, micro[cfg->num_experts]), global_tokens = 1, scale = (double)call->loss_scale;
   if (cfg->global_aux_coef > 0) {
-    global = pmoei_gate_global_so_far(call);
+    global = global_so_far(call);
     global_tokens = mean_tokens(call, global[cfg->num_experts]);
   }
   for (int64_t e = 0; e < cfg->num_experts; e++) {

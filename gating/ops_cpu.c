@@ -71,6 +71,7 @@ static void plan(pmoei_gate_call *call, pmoei_arena *arena) {
     if (!call->dlogits) call->dlogits = pmoei_take(arena, call->tokens * experts, sizeof *call->dlogits);
     return;
   }
+  call->result = pmoei_take(arena, 1, sizeof *call->result);
   call->tally = pmoei_take(arena, call->blocks, sizeof *call->tally);
   call->block_count = pmoei_take(arena, cells, sizeof *call->block_count);
   if (pmoei_gate_has_aux(gate)) {
@@ -90,13 +91,27 @@ static void plan(pmoei_gate_call *call, pmoei_arena *arena) {
   if (pmoei_gate_looks_at_all(call)) plan_all(call, arena);
 }
 
+static pmoe_status update_bias(pmoe_ctx *ctx, int32_t num_experts, const int64_t *count, float rate, int32_t centred,
+                               float *bias) {
+  (void)ctx;
+  int64_t total = 0, signs = 0;
+  for (int32_t e = 0; e < num_experts; e++) total += count[e];
+  for (int32_t e = 0; e < num_experts; e++) signs += pmoei_sign_below_mean(total, num_experts, count[e]);
+  double mean = centred ? (double)signs / num_experts : 0;
+  for (int32_t e = 0; e < num_experts; e++)
+    bias[e] = pmoei_moved_bias(bias[e], rate, pmoei_sign_below_mean(total, num_experts, count[e]), mean);
+  return PMOE_OK;
+}
+
 const pmoei_gate_ops pmoei_gate_ops_cpu = {
     .plan = plan,
     .route = pmoei_gate_route,
     .total = pmoei_gate_total,
+    .add_to_step = pmoei_gate_add_to_step,
     .losses = pmoei_gate_losses_value,
     .drop = pmoei_gate_drop,
     .place = pmoei_gate_place,
     .input_grad = pmoei_gate_input_grad,
     .weight_grad = pmoei_gate_weight_grad,
+    .update_bias = update_bias,
 };

@@ -106,5 +106,7 @@ pmoe_status pmoei_gate_place(pmoei_gate_call *call) {
   int64_t num_experts = call->gate->cfg.num_experts;
   pmoei_parallel(call->gate->ctx, (num_experts + EXPERTS_PER_TASK - 1) / EXPERTS_PER_TASK, first_slots, call);
   pmoei_parallel(call->gate->ctx, call->blocks, place_block, call);
+  for (int64_t e = 0; e < num_experts && call->counts_for_later; e++)
+    call->gate->choice_count[e] += call->routing.expert_count[e];
   return PMOE_OK;
 }

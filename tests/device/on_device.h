@@ -8,12 +8,15 @@
 
 pmoe_status on_device_ctx_create(const pmoe_ctx_config *cfg, pmoe_ctx **out);
 pmoe_status on_device_comm_from_hub(pmoe_ctx *ctx, pmoe_hub *hub, int32_t rank, pmoe_comm **out);
+/* Sums by the test's own functions, which look at what they are given. */
+pmoe_status on_device_gate_set_loss_sums(pmoe_gate *gate, pmoe_loss_sum micro_batch, pmoe_loss_sum global);
 /* Returns `status` when the device has come to rest. */
 pmoe_status on_device_wait(pmoe_status status);
 
 #ifndef ON_DEVICE_ITSELF
 #define pmoe_ctx_create(cfg, out) on_device_ctx_create(cfg, out)
 #define pmoe_comm_from_hub(ctx, hub, rank, out) on_device_comm_from_hub(ctx, hub, rank, out)
+#define pmoe_gate_set_loss_sums(...) on_device_gate_set_loss_sums(__VA_ARGS__)
 #define pmoe_comm_allreduce(...) on_device_wait(pmoe_comm_allreduce(__VA_ARGS__))
 #define pmoe_gate_forward(...) on_device_wait(pmoe_gate_forward(__VA_ARGS__))
 #define pmoe_gate_backward(...) on_device_wait(pmoe_gate_backward(__VA_ARGS__))
