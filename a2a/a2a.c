@@ -8,19 +8,13 @@
 #include "core/data.h"
 #include "pmoe/topology.h"
 
-static pmoe_status check_device(const pmoe_ctx *ctx, const pmoe_comm *ep, const pmoe_a2a_config *cfg,
-                                int64_t capacity) {
+static pmoe_status check_device(const pmoe_ctx *ctx, const pmoe_comm *ep) {
   if (!pmoei_on_device(ctx)) return PMOE_OK;
   if (ep->nranks > 1 && !ep->transport->on_device)
     return pmoei_error(PMOE_ERR_UNSUPPORTED,
                        "ep's transport is \"%s\", which does not move a device's memory; \"nccl\" was expected for a "
                        "context of the CUDA back end",
                        ep->transport->name);
-  if (cfg->sizing == PMOE_SIZING_FIXED && (capacity == 0 || cfg->max_recv_rows > 0))
-    return pmoei_error(PMOE_ERR_UNSUPPORTED,
-                       "cfg->sizing is PMOE_SIZING_FIXED %s; on CUDA fixed sizing needs a capacity factor and no "
-                       "max_recv_rows, for the host must know the rows of every expert",
-                       capacity == 0 ? "without a capacity factor" : "with max_recv_rows");
   return PMOE_OK;
 }
 
@@ -66,7 +60,7 @@ pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_d
   if (config) PMOEI_TRY(PMOEI_CONFIG_READ(&cfg, config));
   PMOEI_TRY(check_config(&cfg, capacity_per_expert, num_experts, ep->nranks));
 
-  PMOEI_TRY(check_device(ctx, ep, &cfg, capacity_per_expert));
+  PMOEI_TRY(check_device(ctx, ep));
   pmoe_a2a *a2a;
   PMOEI_TRY(pmoei_alloc(ctx, sizeof *a2a, "a2a", &a2a));
   a2a->record_bytes = sizeof(pmoei_count_record) + (size_t)num_experts * sizeof(int64_t);
@@ -83,7 +77,7 @@ pmoe_status pmoe_a2a_create(pmoe_ctx *ctx, pmoe_comm *ep, int32_t hidden, pmoe_d
   a2a->ctx = ctx;
   a2a->ep = ep;
   a2a->rows_ops = choose_rows(ctx);
-  a2a->constant = pmoei_on_device(ctx) && cfg.sizing == PMOE_SIZING_FIXED;
+  a2a->constant = pmoei_on_device(ctx) && cfg.sizing == PMOE_SIZING_FIXED && cfg.max_recv_rows == 0;
   a2a->refs = 1;
   a2a->hidden = hidden;
   a2a->num_experts = num_experts;

@@ -102,6 +102,11 @@ static pmoe_status judge_records(const pmoe_a2a *a2a) {
  * what all ranks have sent is on its way to the host when this returns. expert_rows is NULL with an error only. */
 static pmoe_status send_from_device(pmoe_a2a *a2a, int64_t room, const int64_t *expert_rows, pmoe_status mine) {
   pmoe_ctx *ctx = a2a->ctx;
+  if (pmoei_is_capturing(ctx))
+    return pmoei_error(
+        PMOE_ERR_UNSUPPORTED,
+        "the stream is being captured, but the host must wait for row counts; fixed sizing with a capacity "
+        "factor and without max_recv_rows was expected");
   int32_t ranks = a2a->ep->nranks;
   size_t rows_bytes = a2a->record_bytes - sizeof(pmoei_count_record);
   if (ranks == 1) {

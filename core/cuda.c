@@ -67,6 +67,12 @@ pmoe_status pmoei_cuda_wait(pmoe_ctx *ctx) {
   return PMOE_OK;
 }
 
+bool pmoei_cuda_is_capturing(const pmoe_ctx *ctx) {
+  enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  (void)cudaStreamIsCapturing(pmoei_cuda_stream(ctx), &status);
+  return status != cudaStreamCaptureStatusNone;
+}
+
 /* ---- streams ---- */
 
 pmoe_status pmoei_cuda_fork(pmoe_ctx *ctx, pmoei_cuda_lane *lane) {

@@ -62,6 +62,7 @@ pmoe_status pmoei_cuda_copy_rows(pmoe_ctx *ctx, const pmoe_mat *to, const pmoe_m
 pmoe_status pmoei_cuda_zero(pmoe_ctx *ctx, void *p, size_t bytes);
 pmoe_status pmoei_cuda_zero_rows(pmoe_ctx *ctx, const pmoe_mat *mat, int64_t first, int64_t rows);
 pmoe_status pmoei_cuda_wait(pmoe_ctx *ctx);
+bool pmoei_cuda_is_capturing(const pmoe_ctx *ctx);
 
 /* The lane's stream goes on from here: waits for what the context's stream holds. */
 pmoe_status pmoei_cuda_fork(pmoe_ctx *ctx, pmoei_cuda_lane *lane);

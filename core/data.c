@@ -90,3 +90,9 @@ pmoe_status pmoei_data_wait(pmoe_ctx *ctx) {
   (void)ctx;
   return PMOE_OK;
 }
+
+bool pmoei_is_capturing(const pmoe_ctx *ctx) {
+  ON_DEVICE(ctx, pmoei_cuda_is_capturing(ctx));
+  (void)ctx;
+  return false;
+}

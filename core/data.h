@@ -27,6 +27,9 @@ pmoe_status pmoei_data_zero(pmoe_ctx *ctx, void *p, size_t bytes);
 /* Rows [first, first + rows) of a matrix. */
 pmoe_status pmoei_data_zero_rows(pmoe_ctx *ctx, const pmoe_mat *mat, int64_t first, int64_t rows);
 
+/* Whether the context's stream is being captured into a graph. */
+bool pmoei_is_capturing(const pmoe_ctx *ctx);
+
 /* The host waits for what the context's stream holds. */
 pmoe_status pmoei_data_wait(pmoe_ctx *ctx);
 

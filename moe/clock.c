@@ -26,13 +26,7 @@ void pmoei_clock_destroy(pmoe_ctx *ctx, pmoei_clock *clock) {
 
 pmoe_status pmoei_clock_start(pmoe_ctx *ctx, pmoei_clock *clock) {
   memset(clock->set, 0, sizeof clock->set);
-#ifdef PMOE_WITH_CUDA
-  if (pmoei_on_device(ctx)) {
-    enum cudaStreamCaptureStatus status;
-    PMOEI_CUDA_TRY(cudaStreamIsCapturing(pmoei_cuda_stream(ctx), &status));
-    clock->captured = status != cudaStreamCaptureStatusNone;
-  }
-#endif
+  clock->captured = pmoei_is_capturing(ctx);
   return pmoei_clock_mark(ctx, clock, PMOEI_MARK_FORWARD);
 }
 

@@ -4,6 +4,7 @@
 #include "core/check.h"
 #include "core/config.h"
 #include "core/data.h"
+#include "core/gemm.h"
 #include "moe/activation.h"
 #include "moe/ops.h"
 
@@ -32,6 +33,10 @@ static const pmoei_moe_ops *choose_ops(const pmoe_ctx *ctx) {
   return &pmoei_moe_cpu;
 }
 
+static size_t product_bytes(const pmoe_experts *experts) {
+  return (size_t)experts->num_experts * sizeof *experts->product;
+}
+
 pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local_experts,
                                 const pmoe_experts_config *config, pmoe_experts **out) {
   PMOEI_REQUIRE_POINTER(ctx);
@@ -49,6 +54,12 @@ pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local
   experts->inner = cfg.inner;
   experts->inner1 = pmoei_act_gated(cfg.act) ? 2 * (int64_t)cfg.inner : cfg.inner;
   experts->num_experts = num_local_experts;
+  pmoe_status status =
+      pmoei_on_device(ctx) ? pmoei_alloc(ctx, product_bytes(experts), "experts", &experts->product) : PMOE_OK;
+  if (status != PMOE_OK) {
+    pmoe_experts_destroy(experts);
+    return status;
+  }
   *out = experts;
   return PMOE_OK;
 }
@@ -56,6 +67,7 @@ pmoe_status pmoe_experts_create(pmoe_ctx *ctx, int32_t hidden, int32_t num_local
 void pmoe_experts_destroy(pmoe_experts *experts) {
   if (!experts) return;
   pmoe_ctx *ctx = experts->ctx;
+  pmoei_free(ctx, experts->product, product_bytes(experts));
   pmoei_free(ctx, experts, sizeof *experts);
   pmoei_ctx_release(ctx);
 }

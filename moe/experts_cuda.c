@@ -9,8 +9,8 @@ typedef struct experts_run {
   const pmoei_experts_call *call;
   const pmoe_experts *experts;
   pmoe_mat pre, dpre, a;  /* as given, or from scratch */
-  pmoei_product *product; /* [num_experts] host memory */
-  int32_t frame, host_frame;
+  pmoei_product *product; /* [num_experts] */
+  int32_t frame;
 } experts_run;
 
 static pmoe_mat take(pmoei_arena *arena, pmoe_dtype dtype, int64_t rows, int64_t cols) {
@@ -40,7 +40,7 @@ static size_t experts_scratch(const pmoe_experts *experts, int64_t rows) {
 
 static pmoe_status start(experts_run *run, const pmoei_experts_call *call, bool forward) {
   const pmoe_experts *x = call->experts;
-  *run = (experts_run){.call = call, .experts = x, .frame = -1, .host_frame = -1};
+  *run = (experts_run){.call = call, .experts = x, .product = x->product, .frame = -1};
   if (call->pre) run->pre = *call->pre;
   if (call->dpre) run->dpre = *call->dpre;
   pmoei_arena arena = {NULL, 0};
@@ -48,12 +48,10 @@ static pmoe_status start(experts_run *run, const pmoei_experts_call *call, bool 
   void *base;
   PMOEI_TRY(pmoei_scratch_open(x->ctx, arena.used, &base, &run->frame));
   lay_out(run, &(pmoei_arena){base, 0}, call->x->rows, forward, !call->pre, !call->dpre);
-  return pmoei_scratch_open_host(x->ctx, (size_t)x->num_experts * sizeof *run->product, (void **)&run->product,
-                                 &run->host_frame);
+  return PMOE_OK;
 }
 
 static pmoe_status finish(experts_run *run, pmoe_status status) {
-  if (run->host_frame >= 0) pmoei_scratch_close(run->experts->ctx, run->host_frame);
   if (run->frame >= 0) pmoei_scratch_close(run->experts->ctx, run->frame);
   return status;
 }

@@ -15,7 +15,8 @@ struct pmoe_experts {
   pmoe_experts_config cfg;
   int64_t hidden, inner, inner1; /* H, F, F1 */
   int32_t num_experts;
-  bool no_output_bias; /* of shards after the first, which would add it again */
+  struct pmoei_product *product; /* [num_experts] for calls to work with, on a device */
+  bool no_output_bias;           /* of shards after the first, which would add it again */
 };
 
 /* Pointers as in pmoe/experts.h. drow_weight and row_weight may be NULL, pre and dpre too where the header says so. */

@@ -13,7 +13,9 @@
 #include <pmoe/types.h>
 
 /* EAGER: buffers of exactly the rows that came; plan_build waits for the counts. FIXED: every size is known at
- * creation, each pair of ranks moves the same padded block each step. */
+ * creation, each pair of ranks moves the same padded block each step. On CUDA, with a capacity and without
+ * max_recv_rows, FIXED exchanges no counts, waits for nothing and can be captured into a graph: every expert has the
+ * rows of its capacity from every rank, padded with zeros, and plan_info says so. */
 typedef enum pmoe_sizing { PMOE_SIZING_EAGER, PMOE_SIZING_FIXED } pmoe_sizing;
 
 typedef struct pmoe_a2a_config {

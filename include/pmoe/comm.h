@@ -1,5 +1,6 @@
 /* Communicators: how the ranks of one group reach each other. A communicator is used by one thread at a time, and every
- * call marked *collective* is made by all its ranks, in the same order. pmoe/mpi.h adds communicators from MPI, pmoe/nccl.h from NCCL.
+ * call marked *collective* is made by all its ranks, in the same order. pmoe/mpi.h adds communicators from MPI,
+ * pmoe/nccl.h from NCCL.
  *
  * When a rank fails, or gives up with pmoe_comm_abort, the collectives of its peers return PMOE_ERR_COMM with that rank
  * and its reason; a rank that does not come within the context's time-out gives PMOE_ERR_TIMEOUT with the collective's
@@ -61,8 +62,8 @@ PMOE_API const char *pmoe_comm_transport(const pmoe_comm *comm);
 PMOE_API pmoe_status pmoe_comm_barrier(pmoe_comm *comm);
 PMOE_API pmoe_status pmoe_comm_allgather(pmoe_comm *comm, const void *src, void *dst, size_t bytes_each);
 /* Sum in rank order, so that every run and every rank gets the same bits (with callbacks: what the host's sum gives).
- * dtype PMOE_F32 or PMOE_BF16 (added in float32, rounded once). Over NCCL inout is device memory, PMOE_F16 is welcome too,
- * and order and rounding are NCCL's. */
+ * dtype PMOE_F32 or PMOE_BF16 (added in float32, rounded once). Over NCCL inout is device memory, PMOE_F16 is welcome
+ * too, and order and rounding are NCCL's. */
 PMOE_API pmoe_status pmoe_comm_allreduce(pmoe_comm *comm, void *inout, int64_t n, pmoe_dtype dtype);
 
 /* Not collective. Makes the pending and later collectives of every peer fail with this reason. */

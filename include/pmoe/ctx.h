@@ -14,7 +14,10 @@ extern "C" {
 
 /* The host's memory: what the library takes while a context lives comes from here, apart from hubs, MPI's bookkeeping
  * and what matrix libraries keep for themselves. `align` is a power of two up to 4096. alloc returns NULL when out of
- * memory; release gets the same bytes, kind and stream back. Called from the thread that calls the library. */
+ * memory; release gets the same bytes and kind back. Called from the thread that calls the library. On CUDA `stream` is
+ * that of the call under way: memory may be used there from then on, and what is enqueued there when it is released
+ * still uses it (cudaMallocAsync and cudaFreeAsync, or cudaFree, which waits). NULL: the library's own; malloc,
+ * cudaMallocHost and cudaMalloc. */
 typedef struct pmoe_allocator {
   size_t size;
   void *user;

@@ -13,6 +13,44 @@ static void expect(int good, const char *what) {
   abort();
 }
 
+/* What the library keeps on the device can be looked at too. */
+static void *take(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
+  (void)user, (void)stream;
+  void *p = NULL;
+  if (kind == PMOE_MEM_HOST) return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
+  cudaError_t error =
+      kind == PMOE_MEM_PINNED ? cudaMallocHost(&p, bytes) : cudaMallocManaged(&p, bytes, cudaMemAttachGlobal);
+  return error == cudaSuccess ? p : NULL;
+}
+
+static void give_back(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
+  (void)user, (void)bytes, (void)stream;
+  if (kind == PMOE_MEM_HOST) free(p);
+  else if (kind == PMOE_MEM_PINNED) (void)cudaFreeHost(p);
+  else (void)cudaFree(p);
+}
+
+/* A test's own allocator gives the host's memory, and takes it back at once: the device comes to rest first. */
+static void *take_from_test(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
+  const pmoe_allocator *own = user;
+  return own->alloc(own->user, bytes, align, kind, stream);
+}
+
+static void give_back_to_test(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
+  const pmoe_allocator *own = user;
+  expect(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
+  own->release(own->user, p, bytes, kind, stream);
+}
+
+static pmoe_allocator allocator_for(const pmoe_allocator *own) {
+  pmoe_allocator allocator = {sizeof allocator, NULL, take, give_back};
+  if (!own) return allocator;
+  pmoe_allocator *copy = malloc(sizeof *copy); /* as long as the program, for contexts outlive the call */
+  expect(copy != NULL, "malloc");
+  *copy = *own;
+  return (pmoe_allocator){sizeof allocator, copy, take_from_test, give_back_to_test};
+}
+
 /* The ranks of a group make their contexts one after the other, so neighbouring numbers keep them apart. */
 pmoe_status on_device_ctx_create(const pmoe_ctx_config *cfg, pmoe_ctx **out) {
   static atomic_int contexts;
@@ -23,6 +61,8 @@ pmoe_status on_device_ctx_create(const pmoe_ctx_config *cfg, pmoe_ctx **out) {
   expect(cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0, "cudaGetDeviceCount");
   on_device.backend = PMOE_BACKEND_CUDA;
   on_device.device = atomic_fetch_add(&contexts, 1) % devices;
+  const pmoe_allocator allocator = allocator_for(on_device.allocator);
+  on_device.allocator = &allocator;
   on_device.gemm = getenv("ON_DEVICE_GEMM");
   return pmoe_ctx_create(&on_device, out);
 }

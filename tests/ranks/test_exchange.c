@@ -382,12 +382,14 @@ static int call_order(world *w) {
   mr.rows = s.info.recv_rows + 1;
   CHECK(failures, pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL) == PMOE_ERR_ARG, "%s", pmoe_last_error());
   mr.rows--;
+#ifndef TEST_ON_DEVICE_H /* whose memory is not read before it is used */
   int64_t slot = c.slot[0];
   c.slot[0] = c.rows[c.expert[0]];
   CHECK(failures,
         pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL) == PMOE_ERR_ARG && strstr(pmoe_last_error(), "slot[0]"),
         "%s", pmoe_last_error());
   c.slot[0] = slot;
+#endif
   CHECK(failures, pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL) == PMOE_OK, "%s", pmoe_last_error());
   CHECK(failures, pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL) == PMOE_ERR_STATE, "started twice");
   CHECK(failures, pmoe_plan_build(s.plan, &c.r, NULL) == PMOE_ERR_STATE, "built while rows travel");
