@@ -240,10 +240,13 @@ static void test_capture(void **state) {
   cfg.capacity_factor = 1;
   cfg.aux_coef = cfg.global_aux_coef = cfg.seq_aux_coef = 0.1f;
   cfg.norm = PMOE_NORM_AFTER_DROP;
-  gate_case *c = case_new(cfg, T, H, 1), *other = case_new(cfg, T, H, 1);
+  gate_case *other = case_new(cfg, T, H, 1), *c = case_new(cfg, T, H, 1); /* on another device */
+  int device;
+  check(cudaGetDevice(&device));
   c->step.num_sequences = other->step.num_sequences = 4;
   for (int i = 0; i < T * H; i++) other->x[i] = c->x[T * H - 1 - i];
   case_forward(other);
+  check(cudaSetDevice(device));
   gate_case d = moved(c);
   pmoe_mat x = mat_f32(d.x, T, H), dx = mat_f32(d.dx, T, H);
   pmoei_gate_report *report;
