@@ -37,6 +37,12 @@ typedef struct run_sums {
   double prob;
 } run_sums;
 
+/* Of all runs: an array for each number, so that neighbouring threads are in neighbouring banks. */
+typedef struct run_room {
+  int64_t count[RUNS][EXPERTS], loss_count[RUNS][EXPERTS];
+  double prob[RUNS][EXPERTS];
+} run_room;
+
 __device__ static void write_totals(const gate_job &job, int64_t e, const run_sums &all) {
   const pmoei_gate_call &call = job.call;
   bool full = call.capacity > 0 && all.count > call.capacity;
@@ -49,7 +55,7 @@ __device__ static void write_totals(const gate_job &job, int64_t e, const run_su
 /* Sums over blocks; each block's counts become its first slots. Sums of probabilities are taken by runs of blocks, then
  * over the runs, so that their order is always the same. */
 __global__ static void total(const __grid_constant__ gate_job job) {
-  __shared__ run_sums run[RUNS][EXPERTS];
+  __shared__ run_room room;
   const pmoei_gate_call &call = job.call;
   int64_t num_experts = job.cfg.num_experts, e = blockIdx.x * (int64_t)EXPERTS + threadIdx.x;
   int64_t length = (call.blocks + RUNS - 1) / RUNS, begin = threadIdx.y * length;
@@ -63,14 +69,16 @@ __global__ static void total(const __grid_constant__ gate_job job) {
     sum.loss_count += call.loss_count[b * num_experts + e];
     sum.prob += (double)call.prob_sum[b * num_experts + e];
   }
-  run[threadIdx.y][threadIdx.x] = sum;
+  room.count[threadIdx.y][threadIdx.x] = sum.count;
+  room.loss_count[threadIdx.y][threadIdx.x] = sum.loss_count;
+  room.prob[threadIdx.y][threadIdx.x] = sum.prob;
   __syncthreads();
   for (unsigned r = 0; r < RUNS; r++) {
-    const run_sums &other = run[r][threadIdx.x];
-    first += r < threadIdx.y ? other.count : 0;
-    all.count += other.count;
-    all.loss_count += other.loss_count;
-    all.prob += other.prob;
+    int64_t count = room.count[r][threadIdx.x];
+    first += r < threadIdx.y ? count : 0;
+    all.count += count;
+    all.loss_count += room.loss_count[r][threadIdx.x];
+    all.prob += room.prob[r][threadIdx.x];
   }
   for (int64_t b = begin; b < end; b++) {
     int64_t here = call.block_count[b * num_experts + e];

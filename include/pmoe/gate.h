@@ -72,8 +72,9 @@ typedef struct pmoe_gate_config {
   int32_t aux_plain_topk; /* 1: f counts the K best scores without selection bias and groups, instead of the choices */
 } pmoe_gate_config;
 
-/* Sums n numbers over the ranks that share a loss, in place. Called by pmoe_gate_forward once per call, on every rank,
- * whatever the data. Returns PMOE_OK or what pmoe_gate_forward shall return. A layer brings its own. */
+/* Sums n numbers over the ranks that share a loss, in place. On CUDA they are in the device's memory, and the sum is
+ * enqueued on the stream, or waits for it. Called by pmoe_gate_forward once per call, on every rank, whatever the data.
+ * Returns PMOE_OK or what pmoe_gate_forward shall return. A layer brings its own. */
 typedef struct pmoe_loss_sum {
   void *user;
   pmoe_status (*sum)(void *user, int64_t *inout, int64_t n, pmoe_stream stream);
@@ -82,6 +83,8 @@ typedef struct pmoe_loss_sum {
 /* One step's facts. token_mask, when not NULL, has token_mask_len == T bytes; a zero byte takes that token out of
  * routing, slots, losses and statistics. `step` and `first_token` (the global index of this rank's token 0) key the
  * random numbers, so that they do not depend on the parallel layout. Arrays are borrowed until the backward is done.
+ * On CUDA they are in the device's memory and are not looked at first: an expert or sequence out of range, and a second
+ * choice of the same expert, count as none.
  * In a layer whose TP group shares its tokens (no sequence parallelism) arrays are of all of them, each rank uses its
  * slice, and dweight and dlogits are zero elsewhere: sum them over TP. */
 typedef struct pmoe_step {
@@ -110,9 +113,9 @@ typedef struct pmoe_step {
   const pmoe_mat *dlogits; /* [T,E] float32 HOST_LOGITS: written by backward (INPUT or ALL) */
 } pmoe_step;
 
-/* Where every choice goes. The arrays are the caller's, for at least `tokens` tokens; pmoe_gate_forward fills them and
- * sets the numbers. Slots number an expert's surviving choices in token order. A masked token has expert -1, slot -1,
- * weight 0; a dropped choice keeps its expert and has slot -1, weight 0. */
+/* Where every choice goes. The arrays are the caller's (on CUDA in the device's memory), for at least `tokens` tokens;
+ * pmoe_gate_forward fills them and sets the numbers. Slots number an expert's surviving choices in token order. A
+ * masked token has expert -1, slot -1, weight 0; a dropped choice keeps its expert and has slot -1, weight 0. */
 typedef struct pmoe_routing {
   size_t size;
   int64_t tokens;        /* T */
@@ -179,11 +182,12 @@ PMOE_API pmoe_status pmoe_gate_loss_rows(const pmoe_gate *gate, int32_t num_sequ
 PMOE_API pmoe_status pmoe_selection_bias_update(int32_t num_experts, const int64_t *count, float rate, int32_t centred,
                                                 float *bias);
 /* Choices per expert [E] of this rank's training forwards (recomputed ones left out) since the last take, which sets
- * them to zero. */
+ * them to zero. `count` is the host's memory; on CUDA the call waits for the stream of the context's last call. */
 PMOE_API pmoe_status pmoe_gate_take_counts(pmoe_gate *gate, int64_t *count);
 
-/* x [T,H] float32 or bfloat16. NaN logits rank below all others; -inf switches an expert off for a token. step NULL:
- * evaluation, no mask. Fills routing and, if not NULL, stats. Not collective. */
+/* x [T,H] float32 or bfloat16, on CUDA float16 too. NaN logits rank below all others; -inf switches an expert off for a
+ * token. step NULL: evaluation, no mask. Fills routing and, if not NULL, stats, for which a call on CUDA waits; without
+ * them it only enqueues its work. Not collective. */
 PMOE_API pmoe_status pmoe_gate_forward(pmoe_gate *gate, const pmoe_gate_params *params, const pmoe_step *step,
                                        const pmoe_mat *x, pmoe_routing *routing, pmoe_gate_stats *stats,
                                        pmoe_stream stream);

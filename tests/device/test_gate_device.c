@@ -12,8 +12,10 @@ static void check(cudaError_t error) {
   if (error != cudaSuccess) fail_msg("%s", cudaGetErrorString(error));
 }
 
-/* The same gate on the CPU. */
+/* The same gate on the CPU. The device that was current stays so. */
 static void use_cpu(gate_case *c) {
+  int device;
+  check(cudaGetDevice(&device));
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   cfg.cpu_threads = 1;
   cfg.seed = c->seed;
@@ -21,6 +23,7 @@ static void use_cpu(gate_case *c) {
   pmoe_ctx_destroy(c->ctx);
   assert_int_equal((pmoe_ctx_create)(&cfg, &c->ctx), PMOE_OK);
   assert_int_equal(pmoe_gate_create(c->ctx, (int32_t)c->H, c->layer, &c->cfg, &c->gate), PMOE_OK);
+  check(cudaSetDevice(device));
 }
 
 enum { MAX_ARRAYS = 24 };
@@ -89,7 +92,7 @@ static void assert_near(const float *a, const float *b, size_t n, float toleranc
 static void compare_with_cpu(pmoe_gate_config cfg, int64_t T) {
   cfg.router = PMOE_ROUTER_HOST_LOGITS;
   size_t E = (size_t)cfg.num_experts, n = (size_t)T * (size_t)cfg.top_k;
-  gate_case *c = case_new(cfg, T, 4, 1), *cpu = case_new(cfg, T, 4, 1);
+  gate_case *cpu = case_new(cfg, T, 4, 1), *c = case_new(cfg, T, 4, 1);
   float *logits = room((size_t)T * E, 4), *gradient = room((size_t)T * E, 4), *want = room((size_t)T * E, 4);
   uint64_t seed = 11;
   for (size_t i = 0; i < (size_t)T * E; i++) {
@@ -159,7 +162,7 @@ static void run_type(pmoe_dtype dtype, int64_t T, int64_t H, bool jitter) {
   pmoe_gate_config cfg = gate_config(2, 1);
   cfg.jitter = jitter ? 0.25f : 0;
   cfg.bias = 1;
-  gate_case *c = case_new(cfg, T, H, 1), *cpu = case_new(cfg, T, H, 1);
+  gate_case *cpu = case_new(cfg, T, H, 1), *c = case_new(cfg, T, H, 1);
   size_t cells = (size_t)(T * H);
   use_cpu(cpu);
   uint16_t *bits = room(cells, 2);
@@ -203,7 +206,7 @@ static void test_element_types(void **state) {
     run_type(PMOE_F16, 130, 37, jitter);
     run_type(PMOE_BF16, 130, 35, jitter);
   }
-  run_type(PMOE_BF16, 150, 100000, false);
+  if (!getenv("PTXVM_RACE")) run_type(PMOE_BF16, 65, 65600, false); /* looking for races takes memory */
 }
 
 /* Numbers out of range are none; a second choice of the same expert is none either. */
