@@ -79,10 +79,7 @@ static pmoe_status zero_all(const pmoe_a2a *a2a, const pmoe_mat *rows, float *va
 }
 
 /* Whether all blocks of an exchange are of one size. */
-static bool is_uniform(const pmoe_a2a *a2a) {
-  return a2a->cfg.sizing == PMOE_SIZING_FIXED &&
-         (a2a->cfg.max_recv_rows > 0 || a2a->num_experts % a2a->ep->nranks == 0);
-}
+static bool is_uniform(const pmoe_a2a *a2a) { return a2a->constant && a2a->num_experts % a2a->ep->nranks == 0; }
 
 static void close_movement(pmoe_plan *plan) {
   if (plan->move.scratch >= 0) pmoei_scratch_close(plan->a2a->ctx, plan->move.scratch);

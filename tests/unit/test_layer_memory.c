@@ -225,8 +225,13 @@ static void saved_bytes_of(pmoe_dtype dtype, pmoe_act act, int32_t recompute) {
   double pre = recompute ? 0.0 : (double)(act == PMOE_ACT_SWIGLU ? 2 * F : F), row = (H + pre) * (double)size + 16.0;
   double saved = (double)m.saved_bytes / ((double)m.recv_rows * row);
   if (!(saved > 0.9 && saved <= 1.02)) fail_msg("%s: %.4f times the bound's rows", pmoe_dtype_name(dtype), saved);
-  /* and it is what was taken, beside the handles: nothing is kept elsewhere */
-  assert_true((double)(after.bytes - before.bytes) <= 1.02 * (double)m.recv_rows * row + 6144.0);
+    /* and it is what was taken, beside the handles: nothing is kept elsewhere */
+#ifdef TEST_ON_DEVICE_H
+  double handles = 8192.0; /* and what goes between host and device */
+#else
+  double handles = 6144.0;
+#endif
+  assert_true((double)(after.bytes - before.bytes) <= 1.02 * (double)m.recv_rows * row + handles);
   pmoe_stash_destroy(stash);
   pmoe_layer_destroy(layer);
   pmoe_ctx_destroy(ctx);
