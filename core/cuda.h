@@ -69,6 +69,13 @@ pmoe_status pmoei_cuda_fork(pmoe_ctx *ctx, pmoei_cuda_lane *lane);
 /* The context's stream waits for what the lane holds. */
 pmoe_status pmoei_cuda_join(pmoe_ctx *ctx, pmoei_cuda_lane *lane);
 
+/* Pointers that travel to the device as a kernel's argument: no host memory has to stay for them. */
+enum { PMOEI_MAX_POINTERS = 384 };
+typedef struct pmoei_pointers {
+  const void *at[PMOEI_MAX_POINTERS];
+} pmoei_pointers;
+pmoe_status pmoei_cuda_store_pointers(pmoe_ctx *ctx, const pmoei_pointers *pointers, void *to);
+
 /* core/gemm.h's product, enqueued. Types: float32; or bfloat16 or float16 with a result of that type or float32. */
 pmoe_status pmoei_cuda_product(pmoe_ctx *ctx, const pmoei_product *product);
 /* n products that do not depend on each other. Those of one shape at equal distances run as one batch; others side by

@@ -126,16 +126,16 @@ static pmoe_status multiply_side_by_side(pmoe_ctx *ctx, const pmoei_product *p, 
   return status;
 }
 
-enum { MAX_GROUPS = 256 };
+enum { MAX_GROUPS = PMOEI_MAX_POINTERS / 3 };
 
-/* The sizes are read at the call, the pointers on the device: they lie in scratch, which the host fills through the
- * stream. */
+/* The sizes are read at the call, the pointers on the device: they lie in scratch. */
 static pmoe_status multiply_group(pmoe_ctx *ctx, const pmoei_product *p, int n) {
   cublasOperation_t trans_a[MAX_GROUPS], trans_b[MAX_GROUPS];
   int m[MAX_GROUPS], cols[MAX_GROUPS], k[MAX_GROUPS], lda[MAX_GROUPS], ldb[MAX_GROUPS], ldc[MAX_GROUPS],
       size[MAX_GROUPS];
   float alpha[MAX_GROUPS], beta[MAX_GROUPS];
-  const void *pointer[3 * MAX_GROUPS];
+  pmoei_pointers pointers;
+  const void **pointer = pointers.at;
   int groups = 0;
   for (int i = 0; i < n; i++) {
     if (trivial(&p[i])) {
@@ -152,9 +152,8 @@ static pmoe_status multiply_group(pmoe_ctx *ctx, const pmoei_product *p, int n) 
   if (groups == 0) return PMOE_OK;
   void *device;
   int32_t frame;
-  PMOEI_TRY(pmoei_scratch_open(ctx, sizeof pointer, &device, &frame));
-  /* From pageable memory: CUDA has read it when the call returns. */
-  pmoe_status status = pmoei_data_copy(ctx, device, pointer, sizeof pointer);
+  PMOEI_TRY(pmoei_scratch_open(ctx, sizeof pointers, &device, &frame));
+  pmoe_status status = pmoei_cuda_store_pointers(ctx, &pointers, device);
   void **array = device;
   if (status == PMOE_OK) status = use_main(ctx);
   if (status == PMOE_OK)

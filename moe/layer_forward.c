@@ -286,7 +286,8 @@ pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_
   if (status != PMOE_OK) return settled ? pmoei_layer_fail(layer, status) : status;
   stash->state = PMOEI_STASH_FORWARD;
   stash->has_run = true;
-  /* Without a wait for counts the device need not be there yet. */
+  /* Without a wait for counts the device need not be there yet; and a graph has not run. */
+  if (stash->clock.captured) return PMOE_OK;
   pmoe_status collected = pmoei_stash_collect(stash);
   return collected == PMOE_PENDING ? PMOE_OK : collected;
 }

@@ -4,12 +4,34 @@
 #include <string.h>
 
 test_tolerance test_tolerance_of(pmoe_dtype dtype) {
-  static const test_tolerance table[] = {[PMOE_F32] = {2e-5, 1e-5, 0.5}, [PMOE_BF16] = {3e-2, 1.2e-2, 1.0}};
+  static const test_tolerance table[] = {
+      [PMOE_F32] = {2e-5, 1e-5, 0.5}, [PMOE_BF16] = {3e-2, 1.2e-2, 1.0}, [PMOE_F16] = {6e-3, 2e-3, 1.0}};
   return table[dtype];
+}
+
+/* float16 from its definition: sign, 5 bits of exponent, 10 of fraction. */
+static double half_get(uint16_t bits) {
+  int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  double magnitude = exponent == 0    ? ldexp(fraction, -24)
+                     : exponent == 31 ? (fraction ? (double)NAN : (double)INFINITY)
+                                      : ldexp(1024 + fraction, exponent - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
+
+/* The nearest, of two the even one: numbers of one exponent are whole multiples of a power of two. */
+static uint16_t half_put(double value) {
+  uint16_t sign = signbit(value) ? 0x8000u : 0;
+  double magnitude = fabs(value);
+  if (value != value) return 0x7e00u;
+  int exponent = magnitude < 0x1p-14 ? -14 : ilogb(magnitude);
+  if (magnitude >= 65520.0) return (uint16_t)(sign | 0x7c00u);
+  double units = nearbyint(ldexp(magnitude, 10 - exponent)); /* 1024 to 2048; fewer below the normal numbers */
+  return (uint16_t)(sign | (uint16_t)((exponent + 14) * 1024 + (int)units));
 }
 
 double test_get(const void *data, pmoe_dtype dtype, int64_t i) {
   if (dtype == PMOE_F32) return (double)((const float *)data)[i];
+  if (dtype == PMOE_F16) return half_get(((const uint16_t *)data)[i]);
   uint32_t bits = (uint32_t)((const uint16_t *)data)[i] << 16;
   float value;
   memcpy(&value, &bits, sizeof value);
@@ -20,6 +42,10 @@ void test_put(void *data, pmoe_dtype dtype, int64_t i, double value) {
   float single = (float)value;
   if (dtype == PMOE_F32) {
     ((float *)data)[i] = single;
+    return;
+  }
+  if (dtype == PMOE_F16) {
+    ((uint16_t *)data)[i] = half_put(value);
     return;
   }
   uint32_t bits;
