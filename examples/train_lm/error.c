@@ -26,16 +26,25 @@ static void wait_for_turn(void) {
   if (!ranks_is_first_process()) sleep(2);
 }
 
-void lm_fatal(const char *format, ...) {
+_Noreturn static void end(int status, const char *format, va_list args) {
   char text[2048];
-  va_list args;
-  va_start(args, format);
   vsnprintf(text, sizeof text, format, args);
-  va_end(args);
   wait_for_turn();
   fflush(stdout);
   fprintf(stderr, "train_lm: %s\n", text);
-  ranks_abort();
+  ranks_abort(status);
+}
+
+void lm_fatal(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  end(LM_EXIT_FAILED, format, args);
+}
+
+void lm_fatal_usage(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  end(LM_EXIT_USAGE, format, args);
 }
 
 void lm_try(pmoe_status status, const char *call) {

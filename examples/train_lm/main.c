@@ -79,7 +79,7 @@ int main(int argc, char **argv) {
   int nranks = 0;
   ranks_begin(&argc, &argv, &nranks);
   if (settle(&run.cfg, &given, &err)) lm_fatal("%s", err.text);
-  if (nranks == 0) nranks = run.cfg.ranks;
+  if (nranks == 0) nranks = run.cfg.ranks > 0 ? run.cfg.ranks : 1;
   if (config_check(&run.cfg, nranks, &err)) lm_fatal("%s", err.text);
   if (data_open(&run.data, run.cfg.data, run.cfg.context, &err)) lm_fatal("%s", err.text);
   run.vocab = run.cfg.vocab > 0 ? run.cfg.vocab : run.data.vocab;

@@ -19,12 +19,13 @@ static const char metrics_header[] = "step,tokens,loss,aux_loss,z_loss,held_out_
 static const char experts_header[] = "step,layer,expert,share\n";
 
 static const char *const part_names[LM_NUM_PARTS] = {
-    [LM_PART_DATA] = "reading data",      [LM_PART_EMBEDDING] = "embedding",
-    [LM_PART_NORM] = "layer norms",       [LM_PART_LINEAR] = "attention's linear layers",
-    [LM_PART_ATTENTION] = "attention",    [LM_PART_MLP] = "dense MLPs (pmoe experts)",
-    [LM_PART_MOE] = "MoE layers (pmoe)",  [LM_PART_HEAD] = "head and loss",
-    [LM_PART_EXCHANGE] = "gradient sums", [LM_PART_OPTIMIZER] = "optimizer",
-    [LM_PART_EVALUATION] = "evaluation",  [LM_PART_REPORT] = "reports and checkpoints",
+    [LM_PART_DATA] = "reading data",          [LM_PART_EMBEDDING] = "embedding",
+    [LM_PART_NORM] = "layer norms",           [LM_PART_LINEAR] = "attention's linear layers",
+    [LM_PART_ATTENTION] = "attention",        [LM_PART_MLP] = "dense MLPs (pmoe experts)",
+    [LM_PART_MOE] = "MoE layers (pmoe)",      [LM_PART_HEAD] = "head and loss",
+    [LM_PART_SHARDS] = "sums over tp and cp", [LM_PART_PIPELINE] = "waiting for other stages",
+    [LM_PART_EXCHANGE] = "gradient sums",     [LM_PART_OPTIMIZER] = "optimizer",
+    [LM_PART_EVALUATION] = "evaluation",      [LM_PART_REPORT] = "reports and checkpoints",
 };
 
 struct lm_report {
@@ -190,10 +191,9 @@ void report_start(struct lm_report *report, const struct lm_model *model, int64_
                   int64_t held_out_tokens) {
   const struct lm_config *cfg = &model->cfg;
   double params = 0;
-  for (int i = 0; i < model->num_params; i++) {
-    const struct lm_param *p = &model->params[i];
-    double share = p->num_global_experts && p->shape[0] ? (double)p->num_global_experts / (double)p->shape[0] : 1;
-    params += (double)p->numel * share;
+  for (int i = 0; i < model->catalog.count; i++) {
+    const struct lm_entry *entry = &model->catalog.entry[i];
+    params += (double)entry->unit_numel * (entry->experts > 0 ? entry->experts : 1);
   }
   pmoe_gemm_info gemm = PMOE_CONFIG_INIT(pmoe_gemm_info);
   LM_TRY(pmoe_ctx_gemm_info(model->ranks->ctx, &gemm));
