@@ -126,6 +126,7 @@ static void describe(const struct lm_model *model, const struct lm_state *state,
   snprintf(number, sizeof number, "%.17g", isnan(state->held_out_loss) ? (double)NAN : state->held_out_loss);
   safetensors_add_string(held, "held_out_loss", number);
   safetensors_add_string(held, "config", state->config_text);
+  safetensors_add_string(held, "data", state->data_text);
   for (int kind = 0; kind < KINDS; kind++)
     for (int i = 0; i < model->catalog.count; i++) {
       const struct lm_entry *entry = &model->catalog.entry[i];
@@ -135,20 +136,30 @@ static void describe(const struct lm_model *model, const struct lm_state *state,
     }
 }
 
-static struct safetensors_writer *begin(const char *path, const struct lm_model *model, const struct lm_state *state,
-                                        struct lm_error *err) {
+static int make_folder(const char *path, struct lm_error *err) {
   char folder[FULL_PATH];
   snprintf(folder, sizeof folder, "%s", path);
   const char *name = dirname(folder);
-  if (mkdir(name, 0777) && errno != EEXIST) {
-    lm_error_set(err, "%s: %s", name, strerror(errno));
-    return NULL;
-  }
+  return mkdir(name, 0777) && errno != EEXIST ? lm_error_set(err, "%s: %s", name, strerror(errno)) : 0;
+}
+
+static struct safetensors_writer *begin(const char *path, const struct lm_model *model, const struct lm_state *state,
+                                        struct lm_error *err) {
+  if (make_folder(path, err)) return NULL;
   struct safetensors held = {0};
   describe(model, state, &held);
   struct safetensors_writer *writer = safetensors_begin(path, &held, err);
   safetensors_free(&held);
   return writer;
+}
+
+int checkpoint_try(const char *path, struct lm_error *err) {
+  if (make_folder(path, err)) return -1;
+  struct safetensors nothing = {0};
+  struct safetensors_writer *writer = safetensors_begin(path, &nothing, err);
+  if (!writer) return -1;
+  safetensors_cancel(writer);
+  return 0;
 }
 
 int checkpoint_save(const char *path, const struct lm_model *model, const struct lm_state *state,
@@ -194,6 +205,8 @@ static int read_state(const struct safetensors_reader *reader, struct lm_state *
   found.step = (int64_t)step, found.tokens_seen = (int64_t)tokens;
   if (held_out) found.held_out_loss = strtod(held_out, NULL);
   strcpy(found.config_text, config);
+  const char *data = safetensors_find_string(&reader->held, "data");
+  if (data) snprintf(found.data_text, sizeof found.data_text, "%s", data);
   *state = found;
   return 0;
 }

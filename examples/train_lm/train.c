@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "batches.h"
 #include "checkpoint.h"
@@ -17,10 +18,7 @@
 
 static volatile sig_atomic_t stop_asked;
 
-static void ask_stop(int number) {
-  (void)number;
-  stop_asked = 1;
-}
+static void ask_stop(int number) { stop_asked = number; }
 
 void train_catch_signals(void) {
   struct sigaction action = {.sa_handler = ask_stop, .sa_flags = (int)SA_RESETHAND | SA_RESTART};
@@ -38,11 +36,12 @@ struct trainer {
   struct lm_sums sums; /* of the latest step, over all ranks */
   double *wire;        /* the sums on their way, [SUMS + num_experts_listed] */
   struct lm_batches batches;
-  int stop;
+  int stopped_by;  /* a signal that some rank has got, or 0 */
+  int text_is_new; /* since the checkpoint */
   double train_seconds, train_cpu_seconds;
 };
 
-enum { SUM_LOSS, SUM_AUX, SUM_Z, SUM_TOKENS, SUM_ROUTED, SUM_DROPPED, SUM_STOP, SUMS };
+enum { SUM_LOSS, SUM_AUX, SUM_Z, SUM_TOKENS, SUM_ROUTED, SUM_DROPPED, SUM_SIGINT, SUM_SIGTERM, SUMS };
 
 /* The first rank says it, for all. */
 static void fail(const struct trainer *t, const char *text) {
@@ -73,12 +72,12 @@ static void add_up_sums(struct trainer *t) {
   double *wire = t->wire;
   wire[SUM_LOSS] = s->loss, wire[SUM_AUX] = s->aux, wire[SUM_Z] = s->z;
   wire[SUM_TOKENS] = s->tokens, wire[SUM_ROUTED] = s->routed, wire[SUM_DROPPED] = s->dropped;
-  wire[SUM_STOP] = stop_asked != 0;
+  wire[SUM_SIGINT] = stop_asked == SIGINT, wire[SUM_SIGTERM] = stop_asked == SIGTERM;
   memcpy(wire + SUMS, s->expert_count, (size_t)experts * sizeof *wire);
   ranks_sum(t->ranks->world, wire, SUMS + experts);
   s->loss = wire[SUM_LOSS], s->aux = wire[SUM_AUX], s->z = wire[SUM_Z];
   s->tokens = wire[SUM_TOKENS], s->routed = wire[SUM_ROUTED], s->dropped = wire[SUM_DROPPED];
-  t->stop = wire[SUM_STOP] > 0;
+  t->stopped_by = wire[SUM_SIGTERM] > 0 ? SIGTERM : wire[SUM_SIGINT] > 0 ? SIGINT : 0;
   memcpy(s->expert_count, wire + SUMS, (size_t)experts * sizeof *wire);
 }
 
@@ -146,10 +145,13 @@ static struct lm_step_report train_step(struct trainer *t) {
 
 /* ---- checkpoints ---- */
 
+static void checkpoint_path(const struct lm_config *cfg, char path[LM_MAX_PATH + 64]) {
+  snprintf(path, LM_MAX_PATH + 64, "%s/%s", *cfg->save ? cfg->save : cfg->out, CHECKPOINT_NAME);
+}
+
 static void save(struct trainer *t) {
-  const struct lm_config *cfg = &t->run->cfg;
   char path[LM_MAX_PATH + 64];
-  snprintf(path, sizeof path, "%s/%s", *cfg->save ? cfg->save : cfg->out, CHECKPOINT_NAME);
+  checkpoint_path(&t->run->cfg, path);
   double since = lm_now();
   struct lm_error err;
   if (checkpoint_save(path, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
@@ -158,12 +160,37 @@ static void save(struct trainer *t) {
 }
 
 static void resume(struct trainer *t) {
+  const struct lm_config *cfg = &t->run->cfg;
   struct lm_error err;
-  if (checkpoint_load(t->run->cfg.resume, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
-  config_write(&t->run->cfg, t->state.config_text); /* some settings may be new */
+  char text[sizeof t->state.data_text];
+  strcpy(text, t->state.data_text);
+  if (checkpoint_load(cfg->resume, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
+  if (t->state.step > cfg->steps) {
+    lm_error_set(&err, "steps is %d, but %s has done %lld already; more were expected", cfg->steps, cfg->resume,
+                 (long long)t->state.step);
+    fail(t, err.text);
+  }
+  t->text_is_new = *t->state.data_text && strcmp(text, t->state.data_text) != 0;
+  strcpy(t->state.data_text, text);
+  config_write(cfg, t->state.config_text); /* some settings may be new */
 }
 
 /* ---- the run ---- */
+
+/* What would fail in the end had better fail now. */
+static void begin_report(struct trainer *t) {
+  const struct lm_config *cfg = &t->run->cfg;
+  char path[LM_MAX_PATH + 64];
+  struct lm_error err;
+  checkpoint_path(cfg, path);
+  if (!*cfg->resume && !cfg->overwrite && access(path, F_OK) == 0)
+    lm_fatal("%s is another run's; --resume, --overwrite or another folder was expected", path);
+  if (checkpoint_try(path, &err)) lm_fatal("%s", err.text);
+  t->report = report_open(cfg, t->state.step, &err);
+  if (!t->report) lm_fatal("%s", err.text);
+  report_start(t->report, t->model, t->run->data.train, t->run->data.held_out);
+  report_changes(t->report, t->run->changes, t->text_is_new);
+}
 
 static void begin(struct trainer *t) {
   const struct lm_config *cfg = &t->run->cfg;
@@ -173,20 +200,17 @@ static void begin(struct trainer *t) {
   batches_create(&t->batches, cfg, &t->run->data);
   t->state.seed = cfg->seed;
   t->state.held_out_loss = NAN;
+  data_describe(&t->run->data, t->state.data_text);
   config_write(cfg, t->state.config_text);
   if (*cfg->resume) resume(t);
-  if (t->ranks->rank != 0) return;
-  struct lm_error err;
-  t->report = report_open(cfg, t->state.step, &err);
-  if (!t->report) lm_fatal("%s", err.text);
-  report_start(t->report, t->model, t->run->data.train, t->run->data.held_out);
+  if (t->ranks->rank == 0) begin_report(t);
 }
 
 static void train(struct trainer *t) {
   const struct lm_config *cfg = &t->run->cfg;
-  while (t->state.step < cfg->steps && !t->stop) {
+  while (t->state.step < cfg->steps && !t->stopped_by) {
     struct lm_step_report report = train_step(t);
-    int done = t->state.step == cfg->steps, last = done || t->stop;
+    int done = t->state.step == cfg->steps, last = done || t->stopped_by;
     if (!last && cfg->eval_every > 0 && t->state.step % cfg->eval_every == 0)
       report.held_out = t->state.held_out_loss = held_out_loss(t, cfg->eval_sequences);
     /* The last evaluation reads the whole part, which can take a while: what was learnt is safe before it. */
@@ -250,7 +274,7 @@ void train_rank(struct lm_ranks *ranks, void *arg) {
   else if (t.report) report_line(t.report, "stopped after step %lld", (long long)t.state.step);
   if (t.report && t.state.step > 0) draw_plots(&t);
   if (t.report) report_close(t.report);
-  if (ranks->rank == 0) t.run->interrupted = !done;
+  if (ranks->rank == 0) t.run->stopped_by = done ? 0 : t.stopped_by;
   model_destroy(t.model);
   free(t.sums.expert_count);
   free(t.wire);

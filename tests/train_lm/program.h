@@ -1,0 +1,20 @@
+/* Whole runs of train_lm in a folder. */
+#ifndef TRAIN_LM_PROGRAM_H
+#define TRAIN_LM_PROGRAM_H
+#include "train_lm/folder.h"
+
+/* Runs `launcher train_lm arguments` in a shell, what it says in the folder's "log". Returns the exit status; -1 if a
+ * signal ended it. */
+int program_run(const struct folder *folder, const char *launcher, const char *arguments);
+/* Fails the test unless the status is 0. */
+void program_succeeds(const struct folder *folder, const char *launcher, const char *arguments);
+/* Fails the test unless the status is that and the log holds `says`. */
+void program_says(const struct folder *folder, const char *launcher, const char *arguments, int status,
+                  const char *says);
+
+/* Column `column` (from 0) of row `row` (from 1) of a csv; NaN if empty. */
+double csv_number(const char *csv, int row, int column);
+/* Cuts out metrics.csv's tokens_per_second, the one column that may differ between equal runs. */
+void csv_drop_speed(char *csv);
+
+#endif
