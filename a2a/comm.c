@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/arena.h"
+#include "core/random.h"
 
 /* Measures (base NULL) or carves a communicator's block. */
 static void lay_out(pmoei_arena *arena, int32_t nranks, size_t state_bytes, pmoe_comm *comm) {
@@ -206,6 +207,60 @@ pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_co
   if (status == PMOE_OK) status = split(comm, __func__, (split_entry){color, key}, room, out);
   if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);
   return status;
+}
+
+/* A list of ranks: its first, its length and a mark of all of it. */
+typedef struct list_entry {
+  int32_t first, n;
+  uint64_t mark;
+} list_entry;
+
+static pmoe_status check_list(const pmoe_comm *comm, const int32_t *ranks, int32_t n, pmoe_comm **out, int32_t *place,
+                              list_entry *entry) {
+  PMOEI_REQUIRE_POINTER(out);
+  PMOEI_REQUIRE_POINTER(ranks);
+  PMOEI_REQUIRE(n >= 1 && n <= comm->nranks, "n is %d; 1 to %d was expected", n, comm->nranks);
+  *entry = (list_entry){ranks[0], n, 0};
+  for (int32_t i = 0; i < n; i++) {
+    PMOEI_REQUIRE(ranks[i] >= 0 && ranks[i] < comm->nranks, "ranks[%d] is %d; 0 to %d was expected", i, ranks[i],
+                  comm->nranks - 1);
+    for (int32_t j = 0; j < i; j++)
+      PMOEI_REQUIRE(ranks[j] != ranks[i], "ranks[%d] and ranks[%d] are both %d; different ranks were expected", j, i,
+                    ranks[i]);
+    if (ranks[i] == comm->rank) *place = i;
+    entry->mark = pmoei_mix64(entry->mark + (uint64_t)ranks[i] + 1);
+  }
+  PMOEI_REQUIRE(*place >= 0, "ranks does not name this rank, which is %d", comm->rank);
+  return PMOE_OK;
+}
+
+/* Every rank on my list has the same list. */
+static pmoe_status compare_lists(const pmoe_comm *comm, const list_entry *lists, const int32_t *ranks, int32_t n) {
+  const list_entry *mine = &lists[comm->rank];
+  for (int32_t i = 0; i < n; i++) {
+    const list_entry *theirs = &lists[ranks[i]];
+    if (theirs->first != mine->first || theirs->n != mine->n || theirs->mark != mine->mark)
+      return pmoei_error(PMOE_ERR_MISMATCH,
+                         "pmoe_comm_split_ranks: rank %d names rank %d, but their lists differ (%d ranks from %d on "
+                         "the one, %d from %d on the other)",
+                         comm->rank, ranks[i], mine->n, mine->first, theirs->n, theirs->first);
+  }
+  return PMOE_OK;
+}
+
+pmoe_status pmoe_comm_split_ranks(pmoe_comm *comm, const int32_t *ranks, int32_t n, pmoe_comm **out) {
+  PMOEI_REQUIRE_POINTER(comm);
+  int32_t place = -1, frame = -1;
+  list_entry mine;
+  void *room = NULL;
+  pmoe_status status = check_list(comm, ranks, n, out, &place, &mine);
+  if (status == PMOE_OK)
+    status = pmoei_scratch_open(comm->ctx, (size_t)comm->nranks * sizeof(list_entry), &room, &frame);
+  status = pmoei_comm_agree(comm, __func__, status);
+  if (status == PMOE_OK) status = pmoei_allgather(comm, __func__, &mine, room, sizeof mine);
+  if (status == PMOE_OK) status = pmoei_comm_agree(comm, __func__, compare_lists(comm, room, ranks, n));
+  if (frame >= 0) pmoei_scratch_close(comm->ctx, frame);
+  return status == PMOE_OK ? pmoe_comm_split(comm, mine.first, place, out) : status;
 }
 
 #ifndef PMOE_WITH_MPI

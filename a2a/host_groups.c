@@ -7,8 +7,8 @@
 #include "core/arena.h"
 #include "core/random.h"
 
-enum { EP, ETP, EXPERT_DP, TP, DENSE_DP, NUM_GROUPS };
-static const char *const names[NUM_GROUPS] = {"ep", "etp", "expert_dp", "tp", "dense_dp"};
+enum { EP, ETP, EXPERT_DP, TP, DENSE_DP, MICRO_BATCH, NUM_GROUPS };
+static const char *const names[NUM_GROUPS] = {"ep", "etp", "expert_dp", "tp", "dense_dp", "micro_batch"};
 
 /* Who a rank is: its rank in the stage, and a number that no other stage has. */
 typedef struct identity {
@@ -106,6 +106,19 @@ static pmoe_status groups_cross(const check *c) {
   return PMOE_OK;
 }
 
+/* The tokens of a micro-batch are those of whole tp groups. */
+static pmoe_status micro_batches(const check *c) {
+  const membership *m = c->members;
+  PMOEI_TRY(equal_sizes(c, MICRO_BATCH));
+  for (int32_t r = 0; r < c->stage->nranks; r++) {
+    int32_t first = m[r].leader[TP];
+    if (m[r].leader[MICRO_BATCH] != m[first].leader[MICRO_BATCH])
+      return pmoei_error(PMOE_ERR_MISMATCH, "ranks %d and %d of %s share a tp group, but no micro_batch group", first,
+                         r, c->root);
+  }
+  return PMOE_OK;
+}
+
 /* All ranks read the same table and reach the same sentence. */
 static pmoe_status check_table(const check *c) {
   const membership *m = c->members;
@@ -119,6 +132,7 @@ static pmoe_status check_table(const check *c) {
   PMOEI_TRY(same_place(c, EP, ETP));
   PMOEI_TRY(same_place(c, ETP, EP));
   PMOEI_TRY(groups_cross(c));
+  PMOEI_TRY(micro_batches(c));
   PMOEI_TRY(are_copies(c, EXPERT_DP, EP, ETP));
   return are_copies(c, DENSE_DP, TP, NUM_GROUPS);
 }
@@ -175,7 +189,9 @@ pmoe_status pmoei_host_groups_check(pmoe_ctx *ctx, pmoe_groups *groups, pmoei_ho
   PMOEI_REQUIRE_POINTER(groups->dense_dp);
   check c = {.root = groups->stage ? "the stage" : "dense_dp", .sp = groups->sp};
   if (!groups->stage) groups->stage = groups->dense_dp;
-  pmoe_comm *const comms[NUM_GROUPS] = {groups->ep, groups->etp, groups->expert_dp, groups->tp, groups->dense_dp};
+  if (!groups->micro_batch) groups->micro_batch = groups->tp;
+  pmoe_comm *const comms[NUM_GROUPS] = {groups->ep, groups->etp,      groups->expert_dp,
+                                        groups->tp, groups->dense_dp, groups->micro_batch};
   for (int g = 0; g < NUM_GROUPS; g++) c.comm[g] = comms[g];
   c.stage = groups->stage;
   void *base = NULL;

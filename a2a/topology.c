@@ -280,7 +280,7 @@ static pmoe_status adopt_all(pmoe_ctx *ctx, const pmoe_groups *groups, pmoe_topo
   topology->etp = groups->etp ? groups->etp->nranks : 1;
   topology->sp = groups->sp && groups->tp && groups->tp->nranks > 1;
   PMOEI_TRY(share_or_self(ctx, groups->tp, &topology->tp));
-  PMOEI_TRY(share_or_self(ctx, groups->micro_batch ? groups->micro_batch : groups->tp, &topology->micro_batch));
+  PMOEI_TRY(share_or_self(ctx, groups->micro_batch, &topology->micro_batch));
   ep_groups *own, *alone;
   PMOEI_TRY(adopt(topology, topology->own_ep, groups->expert_dp, &own));
   if (topology->etp == 1) own->exchange = share(groups->ep);

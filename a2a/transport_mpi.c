@@ -21,6 +21,7 @@ static const size_t message_limit = (size_t)1 << 30; /* MPI counts in int */
  * looks. */
 static const uint64_t spin_ns = 50000u, yield_ns = 5000000u;
 static const uint64_t listen_ns = 200000u;   /* between looks for notices */
+static const uint64_t grace_ns = 50000000u;  /* for messages that were sent before a failure, and are overtaken by it */
 static const uint64_t drain_ns = 200000000u; /* at most, for messages that are under way when a rank gives up */
 
 typedef struct slot {
@@ -53,6 +54,7 @@ typedef struct mpi_state {
   outbox here, failed;
   notice *heard;         /* [nranks] the last notice of each; what[0] == 0: none */
   int32_t heard_failure; /* rank, or -1 */
+  uint64_t heard_at;     /* when */
   uint64_t listened;     /* when it last looked for notices */
 } mpi_state;
 
@@ -95,7 +97,9 @@ static void listen(pmoe_comm *comm) {
     int32_t from = status.MPI_SOURCE;
     notice *heard = &state->heard[from];
     if (MPI_Recv(heard, sizeof *heard, MPI_BYTE, from, 0, state->side, MPI_STATUS_IGNORE) != MPI_SUCCESS) return;
-    if (heard->kind == NOTICE_FAILED && state->heard_failure < 0) state->heard_failure = from;
+    if (heard->kind != NOTICE_FAILED || state->heard_failure >= 0) continue;
+    state->heard_failure = from;
+    state->heard_at = pmoei_now_ns();
   }
 }
 
@@ -268,7 +272,9 @@ static pmoe_status wait_round(pmoe_comm *comm, const pmoei_exchange *x, slot *s)
     uint64_t now = pmoei_now_ns();
     if (done > 0) last = now;
     if (done > 0) continue;
-    PMOEI_TRY(heard_failure(comm, x->what, now));
+    /* The peer may have finished this exchange before it failed in a later one. */
+    pmoe_status failure = heard_failure(comm, x->what, now);
+    if (failure != PMOE_OK && pmoei_now_ns() - state->heard_at >= grace_ns) return failure;
     if (now - start >= comm->ctx->timeout_ns) return too_late(comm, x, s);
     rest(now - last);
   }

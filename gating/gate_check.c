@@ -38,7 +38,7 @@ static pmoe_status check_combinations(const pmoe_gate_config *cfg) {
   PMOEI_REQUIRE(!experts_choose || !cfg->softmax_after_topk,
                 "cfg->softmax_after_topk is 1 with PMOE_CHOICE_EXPERT_CHOICE; 0 was expected, since experts compare "
                 "scores before anything is chosen");
-  PMOEI_REQUIRE(!cfg->jitter || cfg->router == PMOE_ROUTER_LINEAR,
+  PMOEI_REQUIRE(cfg->jitter == 0 || cfg->router == PMOE_ROUTER_LINEAR,
                 "cfg->jitter is %g with router %d; 0 was expected, since the host made the logits", (double)cfg->jitter,
                 (int)cfg->router);
   PMOEI_REQUIRE(!cfg->bias || cfg->router == PMOE_ROUTER_LINEAR,
@@ -85,7 +85,7 @@ pmoe_status pmoei_gate_check_config(int32_t hidden, int32_t layer_id, const pmoe
                 "cfg->top_k is %d; 1 to num_experts = %d was expected", cfg->top_k, cfg->num_experts);
   REQUIRE_ENUM(cfg->score, pmoe_score, PMOE_SCORE_SQRT_SOFTPLUS);
   REQUIRE_ENUM(cfg->norm, pmoe_norm, PMOE_NORM_AFTER_DROP);
-  REQUIRE_ENUM(cfg->drop, pmoe_drop, PMOE_DROP_RANDOM);
+  REQUIRE_ENUM(cfg->drop, pmoe_drop, PMOE_DROP_TOKEN_ORDER);
   REQUIRE_ENUM(cfg->router, pmoe_router, PMOE_ROUTER_HOST_ROUTING);
   REQUIRE_ENUM(cfg->choice, pmoe_choice, PMOE_CHOICE_EXPERT_CHOICE);
   REQUIRE_SWITCH(cfg->softmax_after_topk);

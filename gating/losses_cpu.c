@@ -32,14 +32,24 @@ static void count_choices(const pmoei_gate_call *call, pmoei_gate_tile *tile, in
     if (!tile->masked[l] && tile->finite[l]) count_for_sequence(call, span.first + l, cfg->num_experts);
 }
 
+/* Lanes past the last token are masked. */
+PMOEI_VECTORISED static void tally_lanes(const uint8_t *restrict masked, const uint8_t *restrict finite,
+                                         pmoei_gate_tally *tally) {
+  int32_t all_masked = 0, live = 0;
+  for (int l = 0; l < LANES; l++) {
+    all_masked += masked[l];
+    live += (masked[l] ^ 1) & finite[l];
+  }
+  tally->masked = all_masked;
+  tally->live = live;
+}
+
 void pmoei_gate_count_live(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block) {
   pmoei_gate_span span = pmoei_gate_block(call, block);
   pmoei_gate_tally tally = {0};
-  for (int64_t l = 0; l < span.rows; l++) {
-    tally.masked += tile->masked[l];
-    tally.nonfinite += !tile->masked[l] && !tile->finite[l];
-  }
-  tally.live = (int32_t)span.rows - tally.masked - tally.nonfinite;
+  tally_lanes(tile->masked, tile->finite, &tally);
+  tally.masked -= LANES - (int32_t)span.rows;
+  tally.nonfinite = (int32_t)span.rows - tally.masked - tally.live;
   call->tally[block] = tally;
   if (call->loss_count) count_choices(call, tile, block);
 }

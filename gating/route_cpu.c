@@ -28,7 +28,7 @@ static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *ti
   float *weight = call->routing.weight + span.first * top_k;
   write_rows(expert, tile->expert, span.rows, top_k);
   write_rows(weight, tile->value, span.rows, top_k);
-  for (int64_t l = 0; l < span.rows; l++) {
+  for (int64_t l = 0; l < span.rows && call->step.token_mask; l++) {
     if (!tile->masked[l]) continue;
     for (int64_t i = l * top_k; i < (l + 1) * top_k; i++) expert[i] = -1;
   }
@@ -43,7 +43,9 @@ static void write_choices(const pmoei_gate_call *call, const pmoei_gate_tile *ti
 static void mark_masked(const pmoei_gate_call *call, pmoei_gate_tile *tile, int64_t block) {
   pmoei_gate_span span = pmoei_gate_block(call, block);
   const uint8_t *mask = call->step.token_mask;
-  for (int64_t l = 0; l < LANES; l++) tile->masked[l] = l >= span.rows || (mask && !mask[span.first + l]);
+  memset(tile->masked, 0, (size_t)span.rows);
+  memset(tile->masked + span.rows, 1, (size_t)(LANES - span.rows));
+  for (int64_t l = 0; l < span.rows && mask; l++) tile->masked[l] = !mask[span.first + l];
 }
 
 /* Where the choice looks at all tokens: every block's logits, before anything else. */

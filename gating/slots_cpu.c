@@ -13,8 +13,9 @@ static void set_priorities(const pmoei_gate_call *call, int64_t begin, int64_t e
   int64_t top_k = call->gate->cfg.top_k;
   for (int64_t i = begin; i < end; i++) {
     int64_t choice = call->contender[i];
-    call->priority[i] = drop == PMOE_DROP_PROBS ? pmoei_gate_order_key(call->routing.weight[choice])
-                                                : (uint32_t)(top_k - choice % top_k);
+    call->priority[i] = drop == PMOE_DROP_PROBS         ? pmoei_gate_order_key(call->routing.weight[choice])
+                        : drop == PMOE_DROP_TOKEN_ORDER ? 0
+                                                        : (uint32_t)(top_k - choice % top_k);
   }
 }
 
@@ -94,10 +95,9 @@ static void place_block(void *arg, int64_t block, int32_t thread) {
   int64_t *next = call->block_count + block * cfg->num_experts, *slot = call->routing.slot;
   const int32_t *expert = call->routing.expert;
   bool drops = call->capacity > 0;
-  for (int64_t i = span.first * cfg->top_k; i < (span.first + span.rows) * cfg->top_k; i++) {
-    bool lost = expert[i] < 0 || (drops && slot[i] < 0);
-    slot[i] = lost ? -1 : next[expert[i]]++;
-  }
+  int64_t begin = span.first * cfg->top_k, end = begin + span.rows * cfg->top_k;
+  for (int64_t i = begin; i < end && !drops; i++) slot[i] = expert[i] < 0 ? -1 : next[expert[i]]++;
+  for (int64_t i = begin; i < end && drops; i++) slot[i] = expert[i] < 0 || slot[i] < 0 ? -1 : next[expert[i]]++;
   if (!drops && cfg->norm == PMOE_NORM_NONE && cfg->weight_scale == 1) return;
   for (int64_t t = span.first; t < span.first + span.rows; t++) finish_weights(call, t);
 }

@@ -47,6 +47,11 @@ PMOE_API pmoe_status pmoe_comm_from_callbacks(pmoe_ctx *ctx, const pmoe_comm_cal
  * NULL. */
 PMOE_API pmoe_status pmoe_comm_split(pmoe_comm *comm, int32_t color, int32_t key, pmoe_comm **out);
 
+/* Collective over comm. The ranks of comm that this rank shares the new communicator with, itself included, in the
+ * order they shall have there: a host's list of a process group. ERR_MISMATCH with two ranks whose lists differ though
+ * each names the other, or of which only one names the other. */
+PMOE_API pmoe_status pmoe_comm_split_ranks(pmoe_comm *comm, const int32_t *ranks, int32_t n, pmoe_comm **out);
+
 PMOE_API int32_t pmoe_comm_rank(const pmoe_comm *comm);
 PMOE_API int32_t pmoe_comm_size(const pmoe_comm *comm);
 /* "self", "threads", "callbacks" or "mpi". */

@@ -32,8 +32,9 @@ typedef enum pmoe_choice {
 } pmoe_choice;
 /* Who loses when an expert has more choices than slots. POSITION keeps all first choices in token order, then all
  * second choices, and so on. PROBS keeps the largest scores (before normalisation). RANDOM keeps a seeded random subset
- * when training, and is POSITION otherwise. Ties: the earlier token stays. */
-typedef enum pmoe_drop { PMOE_DROP_POSITION, PMOE_DROP_PROBS, PMOE_DROP_RANDOM } pmoe_drop;
+ * when training, and is POSITION otherwise. TOKEN_ORDER keeps the earliest tokens, first choice or not. Ties: the
+ * earlier token stays. */
+typedef enum pmoe_drop { PMOE_DROP_POSITION, PMOE_DROP_PROBS, PMOE_DROP_RANDOM, PMOE_DROP_TOKEN_ORDER } pmoe_drop;
 /* Whether the K weights of a token are divided by their sum: not at all, over all K choices, or over those that kept a
  * slot. A sum below the smallest normal float32 makes the weights 0. */
 typedef enum pmoe_norm { PMOE_NORM_NONE, PMOE_NORM_BEFORE_DROP, PMOE_NORM_AFTER_DROP } pmoe_norm;

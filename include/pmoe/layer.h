@@ -62,8 +62,8 @@ PMOE_API pmoe_status pmoe_layer_scratch_bytes(const pmoe_layer *layer, const pmo
 
 /* Collective over the ranks that together hold all experts, and over the TP group if its ranks bring the same tokens or
  * share a dense branch. Without sequence parallelism the ranks of a TP group give the same x and step (another T is
- * ERR_MISMATCH) and get the same y; each routes a slice of the tokens, larger slices first, and losses, metrics,
- * capacity and the stash's routing are of the slice. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on
+ * ERR_MISMATCH) and get the same y; each routes a slice of the tokens, larger slices first, and metrics, capacity and
+ * the stash's routing are of the slice. x, y [T,H] in the experts' dtype, T <= max_tokens, different T on
  * each rank and T = 0 included. x is borrowed until the backward of this stash is done and must keep its values; y must
  * not overlap x. step NULL: evaluation, no mask. A masked token's y is zero; with a dense branch its x must be finite.
  * An argument error on one rank is returned there and makes the peers' call fail with ERR_COMM; outputs stay untouched

@@ -39,22 +39,23 @@ PMOE_API pmoe_status pmoe_topology_create(pmoe_ctx *ctx, pmoe_comm *world, const
 
 /* The host's own groups, borrowed until the topology ends. What is NULL has one rank; stage NULL: dense_dp.
  *
- *   stage      the ranks of one pipeline stage
- *   tp         inside it a partition into equal sizes
- *   dense_dp   one rank of each tp group, at the same place in every one
- *   etp, ep    two partitions into equal sizes that cross: ranks of an etp group are at one place of their ep groups,
- * and the other way round. An etp group and the ep groups through it hold all experts expert_dp  one rank of each such
- * block, at the same place in every one
+ *   stage        the ranks of one pipeline stage
+ *   tp           inside it a partition into equal sizes
+ *   dense_dp     one rank of each tp group, at the same place in every one
+ *   ep, etp      partitions into equal sizes that cross: an etp group is at one place of its ep groups, and vice versa;
+ *                an etp group and the ep groups through it hold all experts
+ *   expert_dp    one rank of each such block, at the same place in every one
+ *   micro_batch  the ranks that share the tokens of one micro-batch (TP x CP), whole tp groups; the router's losses are
+ *                taken over them. NULL: tp
  *
- * Collective over the stage: checked, and refused with the two ranks that disagree (ERR_MISMATCH). With ep > 1 and
- * etp > 1 a communicator for each block is split from the stage's. */
+ * Communicators come from the host's by pmoe_comm_from_mpi, _from_callbacks or, from lists of ranks,
+ * pmoe_comm_split_ranks. Collective over the stage: checked, and refused with the two ranks that disagree
+ * (ERR_MISMATCH). With ep > 1 and etp > 1 a communicator for each block is split from the stage's. */
 typedef struct pmoe_groups {
   size_t size;
   pmoe_comm *ep, *expert_dp, *dense_dp;
   pmoe_comm *tp, *etp, *stage;
   int32_t sp; /* as in pmoe_topology_config */
-  /* The ranks that share the tokens of one micro-batch (TP x CP): their routers' losses are taken over all of them.
-   * NULL: the tp group. */
   pmoe_comm *micro_batch;
 } pmoe_groups;
 PMOE_API pmoe_status pmoe_topology_from_groups(pmoe_ctx *ctx, const pmoe_groups *groups, pmoe_topology **out);

@@ -7,6 +7,8 @@
 #include "core/dtype.h"
 #include "core/gemm.h"
 #include "core/parallel.h"
+#include "core/simd.h"
+#include "core/vmath.h"
 
 enum { MAX_CHAIN = 2, NUM_PHASES = 3, NUM_BLOCKS = 4, MAX_BUFFERS = 8 };
 
@@ -279,6 +281,26 @@ static void copy_piece(void *arg, int64_t index, int32_t thread) {
 pmoe_status bench_copy_run(void *arg) {
   bench_copy *c = arg;
   pmoei_parallel(c->ctx, c->ctx->threads, copy_piece, c);
+  return PMOE_OK;
+}
+
+/* ---- exponentiation ---- */
+enum { NUMBERS_PER_TASK = 1 << 13 };
+
+PMOEI_VECTORISED static void exponentiate(float *restrict out, const float *restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = pmoei_expf(in[i]);
+}
+
+static void exponentiate_piece(void *arg, int64_t index, int32_t thread) {
+  (void)thread;
+  const bench_exp *e = arg;
+  int64_t first = index * NUMBERS_PER_TASK, rest = e->n - first;
+  exponentiate(e->out + first, e->in + first, rest < NUMBERS_PER_TASK ? rest : NUMBERS_PER_TASK);
+}
+
+pmoe_status bench_exp_run(void *arg) {
+  bench_exp *e = arg;
+  pmoei_parallel(e->ctx, (e->n + NUMBERS_PER_TASK - 1) / NUMBERS_PER_TASK, exponentiate_piece, e);
   return PMOE_OK;
 }
 

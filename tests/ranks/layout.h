@@ -36,6 +36,11 @@ int layout_topology(world *w, const layout *l, pmoe_topology **topology, layout_
 int layout_open(world *w, const layout_case *c, pmoe_topology **topology, layout_place *place, rig *r);
 void layout_draw_tokens(const layout_case *c, const layout_place *place, uint64_t step, rig_plan *plan);
 
+/* The pieces of one step: a stash that is large enough, the tokens of step n, forward and backward (in two parts). */
+pmoe_stash_config layout_stash(const layout_case *c, int split);
+void layout_begin(const layout_case *c, const layout_place *p, const rig *r, uint64_t n, rig_step *s);
+pmoe_status layout_step(rig *r, pmoe_stash *stash, rig_step *s, int split);
+
 /* The body of a rank, for world_run(c->layout.world, layout_train, c). */
 int layout_train(world *w);
 

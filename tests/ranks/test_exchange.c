@@ -415,10 +415,14 @@ static int destroyed_in_flight(world *w) {
   float rows[MAX_ROWS * HIDDEN];
   failures += open_setup(&s, w, PMOE_F32, 4, NULL);
   mix_routing(&c, w, 4, 4, 2, 0);
-  CHECK(failures, pmoe_plan_build(s.plan, &c.r, NULL) == PMOE_OK && pmoe_plan_get_info(s.plan, &s.info) == PMOE_OK,
-        "%s", pmoe_last_error());
+  pmoe_status status = pmoe_plan_build(s.plan, &c.r, NULL);
+  if (status == PMOE_ERR_COMM && w->rank != 0) { /* a slow rank may hear of it before it sees that its plan is built */
+    close_setup(&s);
+    return failures;
+  }
+  CHECK(failures, status == PMOE_OK && pmoe_plan_get_info(s.plan, &s.info) == PMOE_OK, "%s", pmoe_last_error());
   pmoe_mat mx = mat((float *)x, PMOE_F32, 4), mr = mat(rows, PMOE_F32, s.info.recv_rows);
-  pmoe_status status = pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL);
+  status = pmoe_dispatch_forward(s.plan, &c.r, &mx, &mr, NULL);
   if (w->rank != 0) {
     if (status == PMOE_OK) status = pmoe_plan_finish(s.plan, NULL);
     /* MPI may have delivered the rows before; threads fetch them, and find them gone */

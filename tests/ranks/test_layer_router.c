@@ -24,7 +24,9 @@ static pmoe_gate_config gate_of(void) {
 
 static float number(int64_t i) { return (float)((i * 7919 + 13) % 211 - 105) / 120.0f; }
 
-static int open_layer(bench *b, world *w, int32_t tp, const pmoe_gate_config *gate, int32_t max_sequences) {
+/* group NULL: the losses' groups are the topology's. */
+static int open_sharing(bench *b, world *w, int32_t tp, const pmoe_gate_config *gate, int32_t max_sequences,
+                        pmoe_comm *group) {
   int failures = 0;
   memset(b, 0, sizeof *b);
   pmoe_topology_config topology = PMOE_CONFIG_INIT(pmoe_topology_config);
@@ -37,6 +39,7 @@ static int open_layer(bench *b, world *w, int32_t tp, const pmoe_gate_config *ga
   cfg.gate = gate;
   cfg.experts = &experts;
   cfg.max_sequences = max_sequences;
+  cfg.micro_batch = cfg.loss_global = group;
   pmoe_stash_config stash = PMOE_CONFIG_INIT(pmoe_stash_config);
   stash.max_tokens = T;
   CHECK(failures, pmoe_topology_create(w->ctx, w->comm, &topology, &b->topology) == PMOE_OK, "%s", pmoe_last_error());
@@ -55,6 +58,10 @@ static int open_layer(bench *b, world *w, int32_t tp, const pmoe_gate_config *ga
   }
   CHECK(failures, failures || pmoe_layer_init_params(b->layer, 5, 0.5f) == PMOE_OK, "%s", pmoe_last_error());
   return failures;
+}
+
+static int open_layer(bench *b, world *w, int32_t tp, const pmoe_gate_config *gate, int32_t max_sequences) {
+  return open_sharing(b, w, tp, gate, max_sequences, NULL);
 }
 
 static void close_layer(bench *b) {
@@ -343,6 +350,74 @@ static int sequences_body(world *w) {
   return failures;
 }
 
+/* Groups of the host's: data-parallel ranks that hold parts of one micro-batch. The losses and their gradients are
+ * those of one rank with all tokens. */
+static int given_groups_body(world *w) {
+  enum { PART = 3, MOST = 8 };
+  bench b, alone;
+  data d;
+  static const pmoe_score scores[] = {PMOE_SCORE_SOFTMAX, PMOE_SCORE_SIGMOID};
+  int failures = 0;
+  for (int i = 0; i < 2 && !failures && w->nranks <= MOST; i++) {
+    pmoe_gate_config gate = gate_of();
+    gate.score = scores[i];
+    gate.aux_coef = 0.4f;
+    gate.global_aux_coef = 0.3f;
+    gate.z_coef = 0.2f;
+    failures += open_sharing(&b, w, 1, &gate, 0, w->comm);
+    int64_t own = w->rank % (PART + 1);
+    fill(&d, own, w->rank * 40);
+    memset(d.dy, 0, sizeof d.dy);
+    if (!failures) failures += forward(&b, &d) + backward(&b, &d);
+    pmoe_metrics m = PMOE_CONFIG_INIT(pmoe_metrics);
+    CHECK(failures, failures || pmoe_stash_metrics(b.stash, &m) == PMOE_OK, "%s", pmoe_last_error());
+    float got[3] = {m.aux_loss, m.global_aux_loss, m.z_loss}, x[MOST * PART * H], dx[MOST * PART * H];
+    CHECK(failures, pmoe_comm_allreduce(w->comm, got, 3, PMOE_F32) == PMOE_OK, "%s", pmoe_last_error());
+    CHECK(failures, pmoe_comm_allgather(w->comm, d.x, x, PART * H * sizeof(float)) == PMOE_OK, "%s", pmoe_last_error());
+    int64_t total = 0, first = 0;
+    float all[MOST * PART * H], y[MOST * PART * H], dy[MOST * PART * H] = {0};
+    for (int r = 0; r < w->nranks; r++) {
+      int64_t tokens = r % (PART + 1);
+      if (r == w->rank) first = total;
+      memcpy(all + total * H, x + r * PART * H, (size_t)(tokens * H) * sizeof(float));
+      total += tokens;
+    }
+    pmoe_comm *self = NULL;
+    CHECK(failures, pmoe_comm_self(w->ctx, &self) == PMOE_OK, "%s", pmoe_last_error());
+    world single = {.nranks = 1, .ctx = w->ctx, .comm = self, .memory = w->memory};
+    failures += open_layer(&alone, &single, 1, &gate, 0);
+    pmoe_stash_config stash = PMOE_CONFIG_INIT(pmoe_stash_config);
+    stash.max_tokens = MOST * PART;
+    pmoe_stash_destroy(alone.stash);
+    alone.stash = NULL;
+    CHECK(failures, failures || pmoe_stash_create(alone.layer, &stash, NULL, 0, &alone.stash) == PMOE_OK, "%s",
+          pmoe_last_error());
+    data one = d;
+    one.xm = (pmoe_mat){all, PMOE_F32, total, H, H};
+    one.ym = (pmoe_mat){y, PMOE_F32, total, H, H};
+    one.dym = (pmoe_mat){dy, PMOE_F32, total, H, H};
+    one.dxm = (pmoe_mat){dx, PMOE_F32, total, H, H};
+    if (!failures) failures += forward(&alone, &one) + backward(&alone, &one);
+    CHECK(failures, failures || pmoe_stash_metrics(alone.stash, &m) == PMOE_OK, "%s", pmoe_last_error());
+    float want[3] = {m.aux_loss, m.global_aux_loss, m.z_loss};
+    for (int l = 0; l < 3; l++)
+      CHECK(failures, fabsf(got[l] - want[l]) <= 2e-6f * (1 + want[l]) && want[l] > 0, "loss %d: %g, expected %g", l,
+            (double)got[l], (double)want[l]);
+    for (int64_t j = 0; j < own * H && !failures; j++)
+      CHECK(failures, fabsf(d.dx[j] - dx[first * H + j]) <= 1e-6f + 1e-5f * fabsf(dx[first * H + j]),
+            "dx %d: %g, expected %g", (int)j, (double)d.dx[j], (double)dx[first * H + j]);
+    close_layer(&alone);
+    pmoe_comm_destroy(self);
+    close_layer(&b);
+  }
+  return failures;
+}
+
+static void test_given_groups(void **state) {
+  (void)state;
+  world_run_all(given_groups_body, NULL);
+}
+
 static void test_selection_bias(void **state) {
   (void)state;
   world_run_all(bias_body, NULL);
@@ -364,6 +439,7 @@ static void test_sequences(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_selection_bias), cmocka_unit_test(test_host_routers),
-                                     cmocka_unit_test(test_load), cmocka_unit_test(test_sequences)};
+                                     cmocka_unit_test(test_load), cmocka_unit_test(test_sequences),
+                                     cmocka_unit_test(test_given_groups)};
   return world_main("layer router", tests, sizeof tests / sizeof tests[0]);
 }

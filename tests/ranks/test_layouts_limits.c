@@ -30,27 +30,6 @@ static void each(world_body body) {
   }
 }
 
-static pmoe_stash_config stash_of(const layout_case *c, int split) {
-  pmoe_stash_config cfg = PMOE_CONFIG_INIT(pmoe_stash_config);
-  cfg.max_tokens = MOST * c->layout.tp;
-  cfg.split_backward = split;
-  return cfg;
-}
-
-static pmoe_status step(rig *r, pmoe_stash *stash, rig_step *s, int split) {
-  pmoe_status status = rig_forward(r, stash, s);
-  if (status == PMOE_OK) status = rig_backward(r, stash, s, split ? PMOE_BWD_INPUT : PMOE_BWD_ALL);
-  if (status == PMOE_OK && split) status = rig_backward(r, stash, s, PMOE_BWD_WEIGHT);
-  return status;
-}
-
-static void begin(const layout_case *c, const layout_place *p, const rig *r, uint64_t n, rig_step *s) {
-  rig_plan plan = {.label = "limits", .training = 1, .loss_scale = 1.0, .seed = c->seed + n, .step = n};
-  plan.pad = (int)(n % 3);
-  layout_draw_tokens(c, p, n, &plan);
-  rig_step_begin(r, s, &plan);
-}
-
 /* ---- memory ---- */
 
 static int64_t allocations(const world *w) {
@@ -60,7 +39,7 @@ static int64_t allocations(const world *w) {
 
 static int exact_memory(world *w, const layout_case *c, rig *r, const layout_place *p, int split) {
   int failures = 0;
-  pmoe_stash_config cfg = stash_of(c, split);
+  pmoe_stash_config cfg = layout_stash(c, split);
   size_t stash_bytes = 0, scratch_bytes = 0;
   CHECK(failures, pmoe_stash_bytes(r->layer, &cfg, &stash_bytes) == PMOE_OK, "%s", pmoe_last_error());
   CHECK(failures, pmoe_layer_scratch_bytes(r->layer, &cfg, &scratch_bytes) == PMOE_OK, "%s", pmoe_last_error());
@@ -75,8 +54,8 @@ static int exact_memory(world *w, const layout_case *c, rig *r, const layout_pla
   int64_t before = allocations(w);
   for (uint64_t n = 0; n < 4 && !failures; n++) {
     rig_step s;
-    begin(c, p, r, n, &s);
-    CHECK(failures, step(r, stash, &s, split) == PMOE_OK, "%s", pmoe_last_error());
+    layout_begin(c, p, r, n, &s);
+    CHECK(failures, layout_step(r, stash, &s, split) == PMOE_OK, "%s", pmoe_last_error());
     if (!failures) failures += rig_check(r, stash, &s, 1);
     rig_step_end(&s);
   }
@@ -142,54 +121,6 @@ static void test_first_values_do_not_depend_on_the_layout(void **state) {
   each(first_values);
 }
 
-/* ---- noise ---- */
-
-/* Jitter and Gumbel noise are drawn by global token, so that every layout routes as one rank does. */
-static int noise(world *w) {
-  layout_case c = *(const layout_case *)w->arg;
-  c.spec.gate.jitter = 0.3f;
-  c.spec.gate.gumbel = 1;
-  pmoe_topology *topology = NULL;
-  layout_place p = {0};
-  rig spread = {0}, alone = {0};
-  int failures = layout_open(w, &c, &topology, &p, &spread);
-  CHECK(failures, rig_create(&alone, w->ctx, NULL, &c.spec) == PMOE_OK, "%s", pmoe_last_error());
-  if (failures) return failures;
-  rig_step s, whole;
-  begin(&c, &p, &spread, 1, &s);
-  rig_plan one = {.label = "noise", .training = 1, .loss_scale = 1.0, .step = 1, .x = s.x_all, .dy = s.dy_all};
-  one.rank_tokens[0] = s.total;
-  rig_step_begin(&alone, &whole, &one);
-  pmoe_stash *here = NULL, *there = NULL;
-  pmoe_stash_config cfg = stash_of(&c, 0), all = PMOE_CONFIG_INIT(pmoe_stash_config);
-  all.max_tokens = s.total;
-  CHECK(failures, pmoe_stash_create(spread.layer, &cfg, NULL, 0, &here) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, pmoe_stash_create(alone.layer, &all, NULL, 0, &there) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, rig_forward(&spread, here, &s) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, rig_forward(&alone, there, &whole) == PMOE_OK, "%s", pmoe_last_error());
-  pmoe_routing a = PMOE_CONFIG_INIT(pmoe_routing), b = a;
-  CHECK(failures, pmoe_stash_routing(here, &a) == PMOE_OK && pmoe_stash_routing(there, &b) == PMOE_OK, "%s",
-        pmoe_last_error());
-  for (int64_t i = 0; i < a.tokens * a.top_k && !failures; i++) {
-    int64_t j = s.own_first * a.top_k + i;
-    CHECK(failures, a.expert[i] == b.expert[j] && a.weight[i] == b.weight[j], "choice %lld of source %d", (long long)i,
-          p.source);
-  }
-  pmoe_stash_destroy(here);
-  pmoe_stash_destroy(there);
-  rig_step_end(&s);
-  rig_step_end(&whole);
-  rig_destroy(&spread);
-  rig_destroy(&alone);
-  pmoe_topology_destroy(topology);
-  return failures;
-}
-
-static void test_noise_does_not_depend_on_the_layout(void **state) {
-  (void)state;
-  each(noise);
-}
-
 /* ---- the same bits ---- */
 
 typedef struct outcome {
@@ -204,12 +135,12 @@ static int record(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, &out->c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(&out->c, out->c.split);
+  pmoe_stash_config cfg = layout_stash(&out->c, out->c.split);
   pmoe_stash *stash = NULL;
   rig_step s;
-  begin(&out->c, &p, &r, 1, &s);
+  layout_begin(&out->c, &p, &r, 1, &s);
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
-  CHECK(failures, step(&r, stash, &s, out->c.split) == PMOE_OK, "%s", pmoe_last_error());
+  CHECK(failures, layout_step(&r, stash, &s, out->c.split) == PMOE_OK, "%s", pmoe_last_error());
   CHECK(failures, pmoe_layer_reduce_grads(r.layer, 0.25f, NULL) == PMOE_OK, "%s", pmoe_last_error());
   out->bits[w->rank] = rig_snapshot(&r, &s, &out->bytes[w->rank]);
   pmoe_stash_destroy(stash);
@@ -248,9 +179,9 @@ static void test_the_same_bits(void **state) {
 static int works(const layout_case *c, const layout_place *p, rig *r, pmoe_stash *stash) {
   int failures = 0;
   rig_step s;
-  begin(c, p, r, 2, &s);
+  layout_begin(c, p, r, 2, &s);
   rig_zero_grads(r);
-  CHECK(failures, step(r, stash, &s, 0) == PMOE_OK, "after an error: %s", pmoe_last_error());
+  CHECK(failures, layout_step(r, stash, &s, 0) == PMOE_OK, "after an error: %s", pmoe_last_error());
   CHECK(failures, pmoe_layer_reduce_grads(r->layer, 1.0f, NULL) == PMOE_OK, "%s", pmoe_last_error());
   if (!failures) failures += rig_check(r, stash, &s, 1) + rig_check_grads(r, 1.0, "after an error");
   rig_step_end(&s);
@@ -264,7 +195,7 @@ static int wrong_input(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(c, 0);
+  pmoe_stash_config cfg = layout_stash(c, 0);
   pmoe_stash *stash = NULL;
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
   rig_plan plan = {.label = "wrong", .loss_scale = 1.0, .seed = 5};
@@ -314,7 +245,7 @@ static int small_stash(world *w) {
   layout_place p = {0};
   rig r = {0};
   int failures = layout_open(w, c, &topology, &p, &r);
-  pmoe_stash_config cfg = stash_of(c, 0);
+  pmoe_stash_config cfg = layout_stash(c, 0);
   cfg.max_tokens = w->rank == 0 ? 2 : 9;
   pmoe_stash *stash = NULL;
   CHECK(failures, pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash) == PMOE_OK, "%s", pmoe_last_error());
@@ -324,7 +255,7 @@ static int small_stash(world *w) {
     for (int32_t i = 0; i < plan.num_ranks; i++) plan.rank_tokens[i] = round == 0 && i == 1 ? 9 : 2;
     rig_step s;
     rig_step_begin(&r, &s, &plan);
-    pmoe_status status = step(&r, stash, &s, 0);
+    pmoe_status status = layout_step(&r, stash, &s, 0);
     CHECK(failures, status == (round == 0 ? PMOE_ERR_ARG : PMOE_OK), "%s", pmoe_last_error());
     if (round == 0) CHECK(failures, strstr(pmoe_last_error(), "max_tokens 2"), "%s", pmoe_last_error());
     else if (!failures) failures += rig_check(&r, stash, &s, 1);
@@ -359,13 +290,13 @@ static int out_of_memory(world *w) {
   int failures = layout_open(w, &m->c, &topology, &p, &r);
   if (failures) return failures;
   rig_step s;
-  begin(&m->c, &p, &r, 1, &s);
+  layout_begin(&m->c, &p, &r, 1, &s);
   uint64_t before = world_now_ms();
   if (w->rank == 0) w->memory->fail_at = w->memory->calls + m->fail_at;
-  pmoe_stash_config cfg = stash_of(&m->c, 0);
+  pmoe_stash_config cfg = layout_stash(&m->c, 0);
   pmoe_status created = pmoe_stash_create(r.layer, &cfg, NULL, 0, &stash);
   /* A rank without a stash still comes, and says so. */
-  pmoe_status status = created == PMOE_OK ? step(&r, stash, &s, 0) : rig_forward(&r, NULL, &s);
+  pmoe_status status = created == PMOE_OK ? layout_step(&r, stash, &s, 0) : rig_forward(&r, NULL, &s);
   if (w->rank == 0) {
     CHECK(failures, created != PMOE_ERR_NOMEM || status == PMOE_ERR_ARG, "%s", pmoe_last_error());
     CHECK(failures, created != PMOE_OK || status == PMOE_OK || status == PMOE_ERR_NOMEM, "%s", pmoe_last_error());
@@ -420,7 +351,6 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_memory_of_the_caller_suffices),
       cmocka_unit_test(test_first_values_do_not_depend_on_the_layout),
-      cmocka_unit_test(test_noise_does_not_depend_on_the_layout),
       cmocka_unit_test(test_the_same_bits),
       cmocka_unit_test(test_wrong_input_of_one_rank),
       cmocka_unit_test(test_a_stash_too_small_for_the_group),

@@ -56,6 +56,7 @@ pmoe_status rig_create(rig *r, pmoe_ctx *ctx, pmoe_topology *topology, const rig
   cfg.hidden = spec->hidden;
   cfg.ep = spec->ep;
   cfg.layer_id = spec->layer_id;
+  cfg.max_sequences = spec->max_sequences;
   cfg.gate = &spec->gate;
   cfg.a2a = &spec->a2a;
   cfg.experts = &spec->experts;

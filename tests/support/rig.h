@@ -11,6 +11,7 @@ enum { RIG_MAX_RANKS = 8, RIG_MAX_PARAMS = 16 };
 
 typedef struct rig_spec {
   int32_t hidden, ep, layer_id;
+  int32_t max_sequences;
   double slack; /* widens the tolerances of outputs and gradients, for tests that draw their cases; 0: 1 */
   pmoe_gate_config gate;
   pmoe_a2a_config a2a;

@@ -45,7 +45,7 @@ static void test_config(void **state) {
   BAD(score, (pmoe_score)7);
   BAD(norm, (pmoe_norm)3);
   BAD(norm, (pmoe_norm)-1);
-  BAD(drop, (pmoe_drop)3);
+  BAD(drop, (pmoe_drop)4);
   BAD(softmax_after_topk, 2);
   BAD(aux_first_choice_only, -1);
   BAD(gumbel, 2);

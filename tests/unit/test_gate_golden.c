@@ -1,45 +1,7 @@
 /* Values computed elsewhere: tests/data/router-golden.json, and small inputs on which other routers went wrong. */
 #include "test_gate_reference.h"
 
-#include <cjson/cJSON.h>
-#include <stdio.h>
-
-static cJSON *golden;
-
-static int load_golden(void **state) {
-  (void)state;
-  FILE *file = fopen(TEST_DATA_DIR "/router-golden.json", "rb");
-  if (!file) return -1;
-  fseek(file, 0, SEEK_END);
-  long size = ftell(file);
-  rewind(file);
-  char *text = calloc((size_t)size + 1, 1);
-  bool ok = text && fread(text, 1, (size_t)size, file) == (size_t)size;
-  fclose(file);
-  if (ok) golden = cJSON_Parse(text);
-  free(text);
-  return golden ? 0 : -1;
-}
-
-static int free_golden(void **state) {
-  (void)state;
-  cJSON_Delete(golden);
-  return 0;
-}
-
-static const cJSON *get(const cJSON *object, const char *name) {
-  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
-  if (!item) fail_msg("golden data lack %s", name);
-  return item;
-}
-
-static double number_at(const cJSON *matrix, int64_t row, int64_t col) {
-  return cJSON_GetArrayItem(cJSON_GetArrayItem(matrix, (int)row), (int)col)->valuedouble;
-}
-
-static void assert_close(double got, double want) {
-  if (!(fabs(got - want) <= 2e-6 * fabs(want) + 1e-7)) fail_msg("got %.9g, want %.9g", got, want);
-}
+#include "support/golden.h"
 
 static const cJSON *input(const cJSON *matrix) {
   return cJSON_IsString(matrix) ? get(get(golden, "inputs"), matrix->valuestring) : matrix;

@@ -143,6 +143,7 @@ static inline void ref_drop(const gate_case *c, const double *score, const int32
       pmoei_random4(key, (uint64_t)(c->step.first_token + i / K), (uint64_t)(i % K), word);
       bool random = c->cfg.drop == PMOE_DROP_RANDOM && c->step.training;
       rank[found] = random ? -(double)word[0] : c->cfg.drop == PMOE_DROP_PROBS ? score[i] : -(double)(i % K);
+      if (c->cfg.drop == PMOE_DROP_TOKEN_ORDER) rank[found] = 0;
       who[found++] = i;
     }
     int64_t kept = capacity > 0 && found > capacity ? capacity : found;

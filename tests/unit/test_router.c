@@ -76,6 +76,22 @@ static const int64_t *global_row(const gate_case *c) {
   return c->routing.loss_sums + (1 + c->step.num_sequences) * (E + 1);
 }
 
+/* Who keeps a slot. */
+static void check_drops(const router_case *r) {
+  const gate_case *c = r->c;
+  int64_t K = c->cfg.top_k;
+  double score[T * E];
+  int64_t slot[T * E];
+  for (int64_t t = 0; t < T; t++) {
+    double logits[E];
+    widen_logits(r, t, logits);
+    if (!is_masked(c, t)) router_choice_scores(&c->cfg, logits, c->routing.expert + t * K, score + t * K);
+  }
+  for (int64_t i = 0; i < T * K; i++) slot[i] = -1;
+  ref_drop(c, score, c->routing.expert, c->routing.capacity, slot);
+  for (int64_t i = 0; i < T * K; i++) assert_true((slot[i] >= 0) == (c->routing.slot[i] >= 0));
+}
+
 static void check_values(const router_case *r) {
   const gate_case *c = r->c;
   int64_t K = c->cfg.top_k;
@@ -131,6 +147,7 @@ static void check(pmoe_gate_config cfg, bool masked, int64_t step) {
   if (masked) mask_some(r.c, 4);
   case_forward(r.c);
   check_choices(&r);
+  check_drops(&r);
   check_values(&r);
   backward(&r);
   check_gradient(&r, step);
@@ -167,7 +184,7 @@ static void test_weights(void **state) {
             cfg.softmax_after_topk = after;
             cfg.norm = (pmoe_norm)norm;
             cfg.capacity_factor = cases % 2 ? 0.8f : 0;
-            cfg.drop = cases % 4 == 1 ? PMOE_DROP_PROBS : PMOE_DROP_POSITION;
+            cfg.drop = cases % 6 == 1 ? PMOE_DROP_PROBS : cases % 6 == 3 ? PMOE_DROP_TOKEN_ORDER : PMOE_DROP_POSITION;
             cfg.weight_scale = cases % 3 ? 0 : 2.5f;
             check(cfg, cases % 5 == 0, 7);
             cases++;

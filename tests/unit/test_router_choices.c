@@ -1,8 +1,7 @@
 /* Choices other than top-k, and routers of the host's: who is chosen, what weights and gradients follow. */
 #include "test_router_reference.h"
 
-#include <cjson/cJSON.h>
-#include <stdio.h>
+#include "support/golden.h"
 
 enum { T = 150, E = 10 };
 
@@ -361,14 +360,9 @@ static void test_expert_choice(void **state) {
 
 static void test_sinkhorn_golden(void **state) {
   (void)state;
-  static char text[1 << 17];
-  FILE *file = fopen(TEST_DATA_DIR "/router-golden.json", "rb");
-  assert_non_null(file);
-  text[fread(text, 1, sizeof text - 1, file)] = 0;
-  fclose(file);
-  cJSON *golden = cJSON_Parse(text), *item;
+  const cJSON *item;
   int cases = 0;
-  cJSON_ArrayForEach(item, cJSON_GetObjectItem(cJSON_GetObjectItem(golden, "sinkhorn"), "cases")) {
+  cJSON_ArrayForEach(item, get(get(golden, "sinkhorn"), "cases")) {
     const cJSON *rows = cJSON_GetObjectItem(item, "logits");
     int tokens = cJSON_GetArraySize(rows), experts = cJSON_GetArraySize(cJSON_GetArrayItem(rows, 0));
     pmoe_gate_config cfg = gate_config(experts, cJSON_GetObjectItem(item, "k")->valueint);
@@ -404,7 +398,6 @@ static void test_sinkhorn_golden(void **state) {
     cases++;
   }
   assert_int_equal(cases, 3);
-  cJSON_Delete(golden);
 }
 
 /* Balances what top-k leaves on one expert; masked and non-finite tokens do not take part. */
@@ -441,5 +434,5 @@ int main(void) {
       cmocka_unit_test(test_sinkhorn_golden),
       cmocka_unit_test(test_sinkhorn_balances),
   };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return cmocka_run_group_tests(tests, load_golden, free_golden);
 }

@@ -2,8 +2,7 @@
  * selection bias; golden values. */
 #include "test_router_reference.h"
 
-#include <cjson/cJSON.h>
-#include <stdio.h>
+#include "support/golden.h"
 
 enum { T = 48, E = 8, K = 2, SEQUENCES = 4, MAX_PARTS = 4 };
 
@@ -258,36 +257,6 @@ static void test_bias_arguments(void **state) {
 
 /* ---- golden values ---- */
 
-static cJSON *golden;
-
-static int load_golden(void **state) {
-  (void)state;
-  FILE *file = fopen(TEST_DATA_DIR "/router-golden.json", "rb");
-  if (!file) return -1;
-  static char text[1 << 17];
-  size_t size = fread(text, 1, sizeof text - 1, file);
-  fclose(file);
-  text[size] = 0;
-  golden = cJSON_Parse(text);
-  return golden ? 0 : -1;
-}
-
-static int free_golden(void **state) {
-  (void)state;
-  cJSON_Delete(golden);
-  return 0;
-}
-
-static const cJSON *get(const cJSON *object, const char *name) {
-  const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
-  if (!item) fail_msg("golden data lack %s", name);
-  return item;
-}
-
-static void assert_close(double got, double want) {
-  if (!(fabs(got - want) <= 2e-6 * fabs(want) + 1e-7)) fail_msg("got %.9g, want %.9g", got, want);
-}
-
 static int read_logits(const cJSON *rows, int at) {
   const cJSON *row, *value;
   cJSON_ArrayForEach(row, rows) cJSON_ArrayForEach(value, row) logits[at++] = (float)value->valuedouble;
@@ -346,6 +315,57 @@ static void test_golden_global(void **state) {
   case_free(p.c);
 }
 
+/* The first six rows on two ranks: their shares, and their sum. */
+static values golden_shares(pmoe_gate_config cfg, float *shares, float (*share_of)(const gate_case *c)) {
+  static part ranks[2];
+  values got = {0};
+  for (int pass = 0; pass < 2; pass++) {
+    for (int r = 0; r < 2; r++) {
+      if (pass == 0) begin_part(&ranks[r], cfg, 3 * r, 3);
+      ranks[r].second_pass = pass == 1;
+      ranks[r].c->step.training = 0;
+      assert_int_equal(
+          pmoe_gate_set_loss_sums(ranks[r].c->gate, (pmoe_loss_sum){&ranks[r], sum_micro}, (pmoe_loss_sum){NULL, NULL}),
+          PMOE_OK);
+      for (int i = 0; i < E + 1 && pass == 1; i++) ranks[r].total[i] = ranks[0].own[i] + ranks[1].own[i];
+      case_forward(ranks[r].c);
+    }
+  }
+  for (int r = 0; r < 2; r++) {
+    shares[r] = share_of(ranks[r].c);
+    got.aux += ranks[r].c->stats.aux_loss;
+    got.z += ranks[r].c->stats.z_loss;
+    case_free(ranks[r].c);
+  }
+  return got;
+}
+
+static float aux_of(const gate_case *c) { return c->stats.aux_loss; }
+static float z_of(const gate_case *c) { return c->stats.z_loss; }
+
+static void test_golden_ranks(void **state) {
+  (void)state;
+  const cJSON *aux = get(get(golden, "aux_losses"), "aux_loss_split_2_ranks"), *z = get(golden, "z_loss");
+  float shares[2];
+  assert_int_equal(read_logits(get(get(golden, "inputs"), "logits_6x8"), 0), 6 * E);
+  memset(mask, 1, sizeof mask);
+  pmoe_gate_config cfg = gate_config(E, K);
+  cfg.router = PMOE_ROUTER_HOST_LOGITS;
+  cfg.aux_coef = 0.01f;
+  assert_close((double)golden_shares(cfg, shares, aux_of).aux, get(aux, "sum")->valuedouble);
+  for (int r = 0; r < 2; r++)
+    assert_close((double)shares[r], cJSON_GetArrayItem(get(aux, "partial_values"), r)->valuedouble);
+  cfg.aux_coef = 0;
+  cfg.z_coef = (float)get(z, "coeff")->valuedouble;
+  const cJSON *split = get(z, "split_2_ranks"), *padding = get(z, "padding_split_2_ranks");
+  assert_close((double)golden_shares(cfg, shares, z_of).z, get(split, "sum")->valuedouble);
+  for (int r = 0; r < 2; r++) assert_close((double)shares[r], cJSON_GetArrayItem(get(split, "values"), r)->valuedouble);
+  for (int t = 0; t < 6; t++) mask[t] = (uint8_t)cJSON_GetArrayItem(get(padding, "valid"), t)->valueint;
+  assert_close((double)golden_shares(cfg, shares, z_of).z, get(padding, "correct_mean_over_all_valid")->valuedouble);
+  memset(mask, 0, sizeof mask);
+  assert_true((double)golden_shares(cfg, shares, z_of).z == get(z, "all_masked_value")->valuedouble);
+}
+
 static void test_golden_plain_counts(void **state) {
   (void)state;
   const cJSON *item = get(get(golden, "aux_losses"), "aux_map_vs_dispatch_map (issue 2767)");
@@ -386,19 +406,23 @@ static void test_golden_bias_update(void **state) {
                      PMOE_OK);
     for (int e = 0; e < E; e++) assert_close((double)bias[e], cJSON_GetArrayItem(want, e)->valuedouble);
   }
+  /* A count that bfloat16 would round past the mean. */
+  const cJSON *trap = get(item, "bf16_count_trap");
+  int64_t mean = get(trap, "row_average")->valueint, two[2];
+  two[0] = get(trap, "true_count")->valueint;
+  two[1] = 2 * mean - two[0];
+  float bias[2] = {0};
+  assert_int_equal(pmoe_selection_bias_update(2, two, 1, 0, bias), PMOE_OK);
+  assert_true((double)bias[0] == get(trap, "sign_true")->valuedouble && bias[1] == -bias[0]);
 }
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_ranks),
-      cmocka_unit_test(test_micro_batches),
-      cmocka_unit_test(test_failing_sum),
-      cmocka_unit_test(test_counts),
-      cmocka_unit_test(test_bias_arguments),
-      cmocka_unit_test(test_golden_sequences),
-      cmocka_unit_test(test_golden_global),
-      cmocka_unit_test(test_golden_plain_counts),
-      cmocka_unit_test(test_golden_bias_update),
+      cmocka_unit_test(test_ranks),          cmocka_unit_test(test_micro_batches),
+      cmocka_unit_test(test_failing_sum),    cmocka_unit_test(test_counts),
+      cmocka_unit_test(test_bias_arguments), cmocka_unit_test(test_golden_sequences),
+      cmocka_unit_test(test_golden_global),  cmocka_unit_test(test_golden_plain_counts),
+      cmocka_unit_test(test_golden_ranks),   cmocka_unit_test(test_golden_bias_update),
   };
   return cmocka_run_group_tests(tests, load_golden, free_golden);
 }

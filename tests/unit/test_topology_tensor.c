@@ -121,22 +121,24 @@ static void test_disagreement(void **state) {
 
 /* ---- the host's groups ---- */
 
-enum { EP, EXPERT_DP, DENSE_DP, TP, ETP, STAGE, KINDS };
+enum { EP, EXPERT_DP, DENSE_DP, TP, ETP, STAGE, MICRO_BATCH, KINDS };
 
 /* Colour and key of each rank in each group; a colour of -1: NULL is given. */
 typedef struct host_case {
   int32_t world;
   int32_t color[KINDS][8], key[KINDS][8];
-  int32_t odd_sp;   /* rank 1 says sp */
-  const char *word; /* NULL: good */
+  int32_t splits_batch; /* a micro_batch group is given */
+  int32_t odd_sp;       /* rank 1 says sp */
+  const char *word;     /* NULL: good */
   pmoe_status status;
 } host_case;
 
 static void from_groups(rank_env *env, void *arg) {
   const host_case *c = arg;
   pmoe_groups groups = PMOE_CONFIG_INIT(pmoe_groups);
-  pmoe_comm **comms[KINDS] = {&groups.ep, &groups.expert_dp, &groups.dense_dp, &groups.tp, &groups.etp, &groups.stage};
-  for (int k = 0; k < KINDS; k++)
+  pmoe_comm **comms[KINDS] = {&groups.ep,  &groups.expert_dp, &groups.dense_dp,   &groups.tp,
+                              &groups.etp, &groups.stage,     &groups.micro_batch};
+  for (int k = 0; k < (c->splits_batch ? KINDS : MICRO_BATCH); k++)
     check_ok(pmoe_comm_split(env->world, c->color[k][env->rank], c->key[k][env->rank], comms[k]));
   groups.sp = c->odd_sp && env->rank == 1;
   pmoe_topology *topology = NULL;
@@ -213,6 +215,69 @@ static const host_case host_cases[] = {
      MISMATCH("ranks 1 and 4 of dense_dp share an expert_dp group, but have places 1 and 0 in their etp groups")},
 };
 
+/* A micro-batch is of whole tp groups; only its colours differ from the first good case. */
+static void test_micro_batches(void **state) {
+  (void)state;
+  host_case c = host_cases[1];
+  c.splits_batch = 1;
+  static const int32_t whole[] = {0, 0, 0, 0}, apart[] = {0, 0, 1, 1}, across[] = {0, 1, 0, 1}, uneven[] = {0, 0, 0, 1};
+  memcpy(c.color[MICRO_BATCH], whole, sizeof whole);
+  run_ranks(4, from_groups, &c);
+  memcpy(c.color[MICRO_BATCH], apart, sizeof apart);
+  run_ranks(4, from_groups, &c);
+  c.status = PMOE_ERR_MISMATCH;
+  c.word = "ranks 0 and 1 of the stage share a tp group, but no micro_batch group";
+  memcpy(c.color[MICRO_BATCH], across, sizeof across);
+  run_ranks(4, from_groups, &c);
+  c.word = "rank 0 of the stage is in a micro_batch group of 3 ranks, but rank 3 in one of 1";
+  memcpy(c.color[MICRO_BATCH], uneven, sizeof uneven);
+  run_ranks(4, from_groups, &c);
+}
+
+/* ---- lists of ranks ---- */
+
+static void lists(rank_env *env, void *arg) {
+  (void)arg;
+  static const int32_t good[4][2] = {{0, 3}, {2, 1}, {2, 1}, {0, 3}}, whole[] = {3, 1, 0, 2};
+  pmoe_comm *comm = NULL, *none = NULL;
+  check_ok(pmoe_comm_split_ranks(env->world, good[env->rank], 2, &comm));
+  check(pmoe_comm_size(comm) == 2 && pmoe_comm_rank(comm) == (env->rank == 1 || env->rank == 3));
+  pmoe_comm_destroy(comm);
+  check_ok(pmoe_comm_split_ranks(env->world, whole, 4, &comm));
+  check(whole[pmoe_comm_rank(comm)] == env->rank);
+  pmoe_comm_destroy(comm);
+  bool odd = env->rank == 3;
+  /* Rank 3 thinks that it is with 1, who is with 2; or with 0 in the other order. */
+  static const int32_t wrong[] = {1, 3}, turned[] = {3, 0};
+  pmoe_status status = pmoe_comm_split_ranks(env->world, odd ? wrong : good[env->rank], 2, &none);
+  if (odd) check_refused(status, PMOE_ERR_MISMATCH, "rank 3 names rank 1");
+  else check(status == (env->rank == 0 ? PMOE_ERR_MISMATCH : PMOE_ERR_COMM));
+  status = pmoe_comm_split_ranks(env->world, odd ? turned : good[env->rank], 2, &none);
+  if (env->rank == 0) check_refused(status, PMOE_ERR_MISMATCH, "rank 0 names rank 3");
+  else check(status != PMOE_OK);
+  static const int32_t twice[] = {3, 3}, far[] = {3, 4}, other[] = {0, 1};
+  const struct {
+    const int32_t *ranks;
+    int32_t n;
+    const char *word;
+  } bad[] = {{twice, 2, "are both 3"}, {far, 2, "ranks[1] is 4"}, {other, 2, "does not name this rank"},
+             {wrong, 0, "n is 0"},     {wrong, 5, "n is 5"},      {NULL, 2, "ranks is NULL"}};
+  for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    status = pmoe_comm_split_ranks(env->world, odd ? bad[i].ranks : good[env->rank], odd ? bad[i].n : 2, &none);
+    check_refused(status, odd ? PMOE_ERR_ARG : PMOE_ERR_COMM, bad[i].word);
+  }
+  status = pmoe_comm_split_ranks(env->world, good[env->rank], 2, odd ? NULL : &none);
+  check_refused(status, odd ? PMOE_ERR_ARG : PMOE_ERR_COMM, "out is NULL");
+  check_refused(pmoe_comm_split_ranks(NULL, good[0], 2, &none), PMOE_ERR_ARG, "comm is NULL");
+  check(none == NULL);
+}
+
+static void test_lists_of_ranks(void **state) {
+  (void)state;
+  run_ranks(4, lists, NULL);
+  run_ranks_with(&(ranks_config){.nranks = 4, .transport = RANKS_CALLBACKS}, lists, NULL);
+}
+
 static void test_from_groups(void **state) {
   (void)state;
   for (size_t i = 0; i < sizeof host_cases / sizeof host_cases[0]; i++) {
@@ -260,8 +325,9 @@ static void test_bad_arguments(void **state) {
 }
 
 int main(int argc, char **argv) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(test_create), cmocka_unit_test(test_disagreement),
-                                     cmocka_unit_test(test_from_groups), cmocka_unit_test(test_bad_arguments)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(test_create),         cmocka_unit_test(test_disagreement),
+                                     cmocka_unit_test(test_from_groups),    cmocka_unit_test(test_micro_batches),
+                                     cmocka_unit_test(test_lists_of_ranks), cmocka_unit_test(test_bad_arguments)};
   ranks_begin(&argc, &argv);
   return ranks_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

@@ -11,9 +11,8 @@
 #include <string.h>
 #include <cmocka.h>
 
-#include <cjson/cJSON.h>
-
 #include "support/asserts.h"
+#include "support/golden.h"
 
 enum { H = 6, T = 20, MAX_PARAMS = 8 };
 
@@ -178,14 +177,9 @@ static void test_exact(void **state) {
 
 static void test_golden_factors(void **state) {
   (void)state;
-  static char text[1 << 17];
-  FILE *file = fopen(TEST_DATA_DIR "/router-golden.json", "rb");
-  assert_non_null(file);
-  text[fread(text, 1, sizeof text - 1, file)] = 0;
-  fclose(file);
-  cJSON *golden = cJSON_Parse(text), *item;
+  const cJSON *item;
   int cases = 0;
-  cJSON_ArrayForEach(item, cJSON_GetObjectItem(golden, "upcycling_weight_scale")) {
+  cJSON_ArrayForEach(item, get(golden, "upcycling_weight_scale")) {
     int granularity = cJSON_GetObjectItem(item, "granularity")->valueint;
     int gated = cJSON_IsTrue(cJSON_GetObjectItem(item, "gated"));
     int experts = cJSON_GetObjectItem(item, "experts")->valueint, top_k = cJSON_GetObjectItem(item, "topk")->valueint;
@@ -206,7 +200,6 @@ static void test_golden_factors(void **state) {
     close_layer(&b);
     cases++;
   }
-  cJSON_Delete(golden);
   assert_int_equal(cases, 24);
 }
 
@@ -240,5 +233,5 @@ static void test_bad_input(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test(test_exact), cmocka_unit_test(test_golden_factors),
                                      cmocka_unit_test(test_bad_input)};
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  return cmocka_run_group_tests(tests, load_golden, free_golden);
 }

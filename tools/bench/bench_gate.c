@@ -20,6 +20,7 @@ typedef struct gate_run {
   pmoe_mat x, dx;
   float *weight, *weight_grad, *dweight;
   bench_floor *floor;
+  bench_exp exponentials; /* of as many numbers as there are logits */
   void *memory, *routing_memory;
 } gate_run;
 
@@ -41,15 +42,18 @@ static pmoe_status make(gate_run *r) {
   pmoe_gate_config cfg = PMOE_CONFIG_INIT(pmoe_gate_config);
   cfg.num_experts = o->experts, cfg.top_k = o->top_k;
   BENCH_TRY(pmoe_gate_create(r->rank->ctx, o->hidden, 0, &cfg, &r->gate));
-  int64_t router = (int64_t)o->experts * o->hidden, choices = o->tokens * o->top_k, elements = o->tokens * o->hidden;
+  int64_t router = (int64_t)o->experts * o->hidden, choices = o->tokens * o->top_k, elements = o->tokens * o->hidden,
+          logits = o->tokens * o->experts;
   size_t x_bytes = ((size_t)elements * pmoe_dtype_size(o->dtype) + 63) / 64 * 64;
-  BENCH_TRY(bench_alloc(2 * x_bytes + (size_t)(2 * router + choices) * sizeof(float), &r->memory));
+  BENCH_TRY(bench_alloc(2 * x_bytes + (size_t)(2 * (router + logits) + choices) * sizeof(float), &r->memory));
   char *at = r->memory;
   r->x = (pmoe_mat){at, o->dtype, o->tokens, o->hidden, o->hidden};
   r->dx = (pmoe_mat){at + x_bytes, o->dtype, o->tokens, o->hidden, o->hidden};
   r->weight = (float *)(void *)(at + 2 * x_bytes);
   r->weight_grad = r->weight + router;
   r->dweight = r->weight_grad + router;
+  r->exponentials = (bench_exp){r->rank->ctx, r->dweight + choices, r->dweight + choices + logits, logits};
+  bench_fill(o, BENCH_X, 0, logits, r->dweight + choices);
   r->params = (pmoe_gate_params){.size = sizeof r->params, .weight = r->weight, .weight_grad = r->weight_grad};
   r->step = (pmoe_step)PMOE_CONFIG_INIT(pmoe_step);
   r->step.training = 1;
@@ -127,6 +131,21 @@ static pmoe_status check(gate_run *r, double *forward_error, double *backward_er
 }
 
 /* ---- measurement ---- */
+
+/* Scores, choices and slots: what forward takes beyond its product, beside one exponentiation of as many numbers. */
+static pmoe_status add_route_cost(const gate_run *r, const bench_op *ops, bench_result *result) {
+  int32_t n = r->rank->options->iters;
+  double *route = NULL;
+  BENCH_TRY(bench_alloc((size_t)n * sizeof *route, &route));
+  for (int32_t i = 0; i < n; i++) route[i] = ops[0].ms[i] - ops[2].ms[i];
+  double route_ms = bench_median(route, n), exp_ms = bench_median(ops[4].ms, n);
+  free(route);
+  bench_add_extra(result, "route_ms", route_ms);
+  bench_add_extra(result, "exp_ms", exp_ms);
+  bench_add_extra(result, "route_over_exp", route_ms / exp_ms);
+  return PMOE_OK;
+}
+
 static pmoe_status report(gate_run *r, const bench_op *ops, const double *errors) {
   const bench_options *o = r->rank->options;
   double tokens = (double)o->tokens, h = o->hidden, e = o->experts, size = (double)pmoe_dtype_size(o->dtype);
@@ -144,6 +163,7 @@ static pmoe_status report(gate_run *r, const bench_op *ops, const double *errors
   bench_set_times(&b, ops[1].ms, o->iters);
   f.floor_ms = bench_median(ops[2].ms, o->iters);
   b.floor_ms = bench_median(ops[3].ms, o->iters);
+  BENCH_TRY(add_route_cost(r, ops, &f));
   BENCH_TRY(bench_report(r->rank, &f));
   return bench_report(r->rank, &b);
 }
@@ -151,11 +171,13 @@ static pmoe_status report(gate_run *r, const bench_op *ops, const double *errors
 static pmoe_status measure(gate_run *r) {
   double *times = NULL, errors[2] = {0, 0};
   pmoe_ctx_reset_peak_memory(r->rank->ctx);
-  bench_op ops[4] = {{forward, r, NULL},
-                     {backward, r, NULL},
-                     {bench_floor_forward, r->floor, NULL},
-                     {bench_floor_backward, r->floor, NULL}};
-  pmoe_status status = bench_measure(r->rank, ops, 4, &times);
+  enum { OPS = 5 };
+  bench_op ops[OPS] = {{forward, r, NULL},
+                       {backward, r, NULL},
+                       {bench_floor_forward, r->floor, NULL},
+                       {bench_floor_backward, r->floor, NULL},
+                       {bench_exp_run, &r->exponentials, NULL}};
+  pmoe_status status = bench_measure(r->rank, ops, OPS, &times);
   if (status == PMOE_OK && r->rank->options->check) status = check(r, &errors[0], &errors[1]);
   if (status == PMOE_OK) status = report(r, ops, errors);
   free(times);

@@ -32,6 +32,15 @@ typedef struct bench_copy {
 } bench_copy;
 pmoe_status bench_copy_run(void *arg);
 
+/* exp of n numbers from `in` to `out`, as fast as the library can. arg is a bench_exp. */
+typedef struct bench_exp {
+  pmoe_ctx *ctx;
+  const float *in;
+  float *out;
+  int64_t n;
+} bench_exp;
+pmoe_status bench_exp_run(void *arg);
+
 /* The transport's exchange alone: rows that lie by destination go, and lie by source when they come. arg is a
  * bench_swap. */
 typedef struct bench_swap {

@@ -20,7 +20,9 @@ static const command commands[] = {
      "dense twin (the same "
      "products with all rows in one expert). With --ranks, the same tokens and threads on one rank are measured too."},
     {"gate", bench_gate, BENCH_NEEDS_SHAPE,
-     "Forward and backward of the router.\vCeiling: its products and nothing else."},
+     "Forward and backward of the router.\vCeiling: its products and nothing else. What forward takes beyond its "
+     "product "
+     "(scores, choices, slots) is set beside one exponentiation of as many numbers as there are logits."},
     {"rows", bench_rows, BENCH_NEEDS_SHAPE,
      "Row gather and weighted combine on one rank, forward and backward.\vCeiling: a copy that reads and writes as "
      "many bytes."},
