@@ -160,12 +160,14 @@ static const struct {
 };
 enum { SPLITS = sizeof splits / sizeof *splits };
 
+/* Files are equal whoever saved them (below), so each one has two readers. */
 static void any_ranks_read_what_others_saved(void **state) {
   (void)state;
   for (int s = 0; s < SPLITS; s++) {
+    int l = (s * 7 + 3) % SPLITS;
     const char *path = folder_path(&f, "split/" CHECKPOINT_NAME); /* the folder is made */
     save(splits[s].ranks, splits[s].more, path, NULL);
-    for (int l = (s * 3) % 2; l < SPLITS; l += 2) load(splits[l].ranks, splits[l].more, folder_path(&f, "split"), NULL);
+    load(splits[l].ranks, splits[l].more, folder_path(&f, "split"), NULL);
     load(splits[s].ranks, splits[s].more, path, NULL);
   }
 }

@@ -204,16 +204,16 @@ static const struct {
     {4, "cp = 4\nep = 4"},
     {4, "pp = 4\nschedule = gpipe"},
     {4, "pp = 4"},
-    {4, "pp = 2\nep = 2\nstages = 1,3"},
+    {4, "pp = 2\nep = 2\nstages = 4,1"},
     {4, "pp = 2\nschedule = interleaved"},
-    {2, "pp = 2\nschedule = interleaved\nstages = 1,1,1,1"},
+    {2, "pp = 2\nschedule = interleaved\nstages = 1,2,1,1"},
     {6, "tp = 2\ncp = 3\nsp = 1"},
     {8, "tp = 2\ncp = 2\npp = 2\nsp = 1\nep = 2\netp = 2"},
     {8, "tp = 2\npp = 2\nep = 2\netp = 2"},
     {8, "tp = 4\nep = 4\netp = 2"},
-    {8, "cp = 2\npp = 2\nep = 1,4,1,2\nschedule = gpipe"},
+    {8, "cp = 2\npp = 2\nep = 1,4,1,2,1\nschedule = gpipe"},
     {8, "pp = 4\ntp = 2\nsp = 1\netp = 2"},
-    {4, "ep = 1,2,4,4"},
+    {4, "ep = 1,2,4,4,1"},
 };
 
 static void every_layout(const char *model) {
@@ -228,18 +228,18 @@ static void every_layout(const char *model) {
 
 static void a_pyramid_with_residuals(void **state) {
   (void)state;
-  every_layout("layers = 4\nexperts = 0,5,0,4\ntopk = 2\nresidual = learned\nbatch = 16\nmicro = 2\naux = 0.1");
+  every_layout("layers = 5\nexperts = 0,5,0,4,0\ntopk = 2\nresidual = learned\nbatch = 16\nmicro = 2\naux = 0.1");
 }
 
 /* The last micro-batch is smaller, and some ranks have none for it. */
 static void all_experts_and_uneven_batches(void **state) {
   (void)state;
-  every_layout("layers = 4\nexperts = 4\ntopk = 1\nresidual = none\nbatch = 13\nmicro = 3\nseed = 5");
+  every_layout("layers = 5\nexperts = 4\ntopk = 1\nresidual = none\nbatch = 13\nmicro = 3\nseed = 5");
 }
 
 static void no_experts(void **state) {
   (void)state;
-  every_layout("layers = 4\nexperts = 0\nbatch = 8\nmicro = 1\nseed = 3");
+  every_layout("layers = 5\nexperts = 0\nbatch = 8\nmicro = 1\nseed = 3");
 }
 
 /* ---- random ones ---- */
