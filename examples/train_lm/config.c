@@ -173,8 +173,11 @@ static int set(struct lm_config *cfg, const struct setting *s, const char *value
     return 0;
   case LIST:
     if (parse_list(s, value, to))
-      return lm_error_set(err, "%s is \"%s\"; up to %d whole numbers with commas between, such as %s, were expected",
-                          s->name, value, LM_MAX_LAYERS, s->offset == AT(ep) ? "1,2,1,4 or auto" : "0,4,0,8");
+      return lm_error_set(err, "%s is \"%s\"; up to %d whole numbers%s with commas between, such as %s, were expected",
+                          s->name, value, LM_MAX_LAYERS, s->least > 0 ? " above 0" : "",
+                          s->offset == AT(ep)       ? "1,2,1,4 or auto"
+                          : s->offset == AT(stages) ? "6,2"
+                                                    : "0,4,0,8");
     return 0;
   case TEXT: return set_text(to, s, value, err);
   case NAME: return set_name(to, s, value, err);
@@ -196,6 +199,13 @@ int config_setting(int index, struct lm_setting_help *out) {
 
 /* ---- as text ---- */
 
+int config_write_list(const struct lm_list *list, char *to, size_t room) {
+  int length = 0;
+  for (int i = 0; i < list->count; i++)
+    length += snprintf(to + length, room - (size_t)length, "%s%d", i ? "," : "", list->value[i]);
+  return length;
+}
+
 static int write_value(const struct lm_config *cfg, const struct setting *s, char *to, size_t room) {
   const void *from = (const char *)cfg + s->offset;
   switch (s->kind) {
@@ -205,13 +215,9 @@ static int write_value(const struct lm_config *cfg, const struct setting *s, cha
   case REAL: return snprintf(to, room, "%.9g", (double)*(const float *)from);
   case TEXT: return snprintf(to, room, "%s", (const char *)from);
   case NAME: return snprintf(to, room, "%s", s->names[*(const unsigned *)from]);
-  case LIST: break;
+  case LIST: return config_write_list(from, to, room);
   }
-  const struct lm_list *list = from;
-  int length = 0;
-  for (int i = 0; i < list->count; i++)
-    length += snprintf(to + length, room - (size_t)length, "%s%d", i ? "," : "", list->value[i]);
-  return length;
+  return 0;
 }
 
 void config_write(const struct lm_config *cfg, char text[LM_CONFIG_TEXT]) {

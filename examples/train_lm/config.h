@@ -70,6 +70,8 @@ int config_check(struct lm_config *cfg, int nranks, struct lm_error *err);
 /* The settings of the model and its training (not those of one run: paths, layout, threads) as text that
  * config_set_text reads. */
 void config_write(const struct lm_config *cfg, char text[LM_CONFIG_TEXT]);
+/* "0,4,0,8"; returns its length. */
+int config_write_list(const struct lm_list *list, char *to, size_t room);
 
 /* For a run that goes on from a checkpoint with the settings `saved`, both checked: -1 if the model is another, else
  * the changes, a line for each. */

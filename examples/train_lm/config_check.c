@@ -46,7 +46,7 @@ static int check_sizes(const struct lm_config *cfg, int nranks, struct lm_error 
   if (nranks % product)
     return lm_error_set(err, "tp x cp x pp is %d x %d x %d; a divisor of the %d ranks was expected", cfg->tp, cfg->cp,
                         cfg->pp, nranks);
-  if (cfg->sp && cfg->tp == 1) return lm_error_set(err, "sp is set, but tp is 1: there is nobody to share tokens with");
+  if (cfg->sp && cfg->tp == 1) return lm_error_set(err, "sp is set, and tp is 1; tp above 1 was expected");
   if (stage_ranks(cfg, nranks) % cfg->etp)
     return lm_error_set(err, "etp is %d; a divisor of the %d ranks of a stage was expected", cfg->etp,
                         stage_ranks(cfg, nranks));
@@ -92,14 +92,16 @@ static int check_stages(struct lm_config *cfg, struct lm_error *err) {
     return 0;
   }
   int sum = 0, count = cfg->stages.count;
+  char text[512];
+  config_write_list(&cfg->stages, text, sizeof text);
   for (int v = 0; v < count; v++) sum += cfg->stages.value[v];
   if (interleaved && (count % cfg->pp || count == cfg->pp))
-    return lm_error_set(err, "stages has %d numbers; twice, three times ... the %d of pp were expected", count,
-                        cfg->pp);
+    return lm_error_set(err, "stages is %s, %d numbers; interleaved, twice, three times ... pp %d were expected", text,
+                        count, cfg->pp);
   if (!interleaved && count != cfg->pp)
-    return lm_error_set(err, "stages has %d numbers; one for each of the %d stages was expected", count, cfg->pp);
+    return lm_error_set(err, "stages is %s, %d numbers; as many as pp, %d, were expected", text, count, cfg->pp);
   if (sum != cfg->layers)
-    return lm_error_set(err, "stages has %d layers together; the model's %d were expected", sum, cfg->layers);
+    return lm_error_set(err, "stages is %s, %d layers together; the model's %d were expected", text, sum, cfg->layers);
   return 0;
 }
 

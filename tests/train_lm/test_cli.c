@@ -51,7 +51,7 @@ static void wrong_settings_are_usage(void **state) {
       {"--data text --preset tiny --warmup 51", "warmup is 51; at most the 50 steps were expected"},
       {"--data text --preset tiny --ranks 4 --tp 3", "tp x cp x pp is 3 x 1 x 1; a divisor of the 4 ranks"},
       {"--data text --preset tiny --ranks 2 --schedule zero", "1f1b, interleaved or gpipe was expected"},
-      {"--data text --preset tiny --ranks 2 --pp 2 --stages 2,1", "stages has 3 layers together; the model's 2"},
+      {"--data text --preset tiny --ranks 2 --pp 2 --stages 2,1", "stages is 2,1, 3 layers together; the model's 2"},
   };
   for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) says(cases[i].arguments, USAGE, cases[i].says);
 }
@@ -99,6 +99,8 @@ static void lost_output_is_failure(void **state) {
   snprintf(command, sizeof command, "mkdir %s/full && ln -s /dev/full %s/full/metrics.csv", f.path, f.path);
   assert_int_equal(system(command), 0);
   says("--data text --preset tiny --out full --overwrite", FAILED, "full/metrics.csv: No space left on device");
+  says("--data text --preset tiny --out full --overwrite --ranks 4 --tp 2 --pp 2", FAILED,
+       "full/metrics.csv: No space left on device"); /* the others wait for the one that writes */
   snprintf(command, sizeof command, "cd %s && %s --data text --preset tiny --steps 2 --out printed >/dev/full 2>log",
            f.path, TRAIN_LM);
   int status = system(command);
@@ -162,6 +164,29 @@ static void assert_once(const char *part) {
   free(log);
 }
 
+/* When one process fails, the others do not wait for it. */
+static void one_process_fails(void **state) {
+  (void)state;
+  static const char launcher[] = TRAIN_LM_MPIEXEC " -np 1", first[] = "--preset tiny --data text --out one --overwrite";
+  static const struct {
+    const char *first, *second;
+    int status;
+    const char *says;
+  } cases[] = {
+      {"--pp 2", "--pp 2 --data nowhere", FAILED, "train_lm: data nowhere: No such file or directory"},
+      {"--pp 2", "--pp 2 --stages 2", USAGE, "train_lm: stages is 2, 1 numbers; as many as pp, 2, were expected"},
+      {"--pp 2", "--tp 2", FAILED, "train_lm: rank 0 is in pmoe_topology_create(tp 1, cp 1, pp 2"},
+      {"--out full", "", FAILED, "train_lm: full/metrics.csv: No space left on device"},
+  };
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    char arguments[1024];
+    snprintf(arguments, sizeof arguments, "%s %s : -np 1 %s %s %s", first, cases[i].first, TRAIN_LM, first,
+             cases[i].second);
+    program_says(&f, launcher, arguments, cases[i].status, cases[i].says);
+    assert_once("train_lm: ");
+  }
+}
+
 /* One of several processes speaks. */
 static void processes_speak_once(void **state) {
   (void)state;
@@ -184,7 +209,7 @@ int main(void) {
       cmocka_unit_test(a_finished_run_is_kept),   cmocka_unit_test(lost_output_is_failure),
       cmocka_unit_test(signals_end_a_run),        cmocka_unit_test(help_tells_all),
 #ifdef TRAIN_LM_MPIEXEC
-      cmocka_unit_test(processes_speak_once),
+      cmocka_unit_test(processes_speak_once),     cmocka_unit_test(one_process_fails),
 #endif
   };
   return cmocka_run_group_tests(tests, setup, teardown);
