@@ -26,7 +26,7 @@ static void wait_for_turn(void) {
     for (;;) pause();
   if (ranks_is_first_process()) return;
   signal(SIGTERM, SIG_DFL); /* the first process has spoken, and mpirun ends the others */
-  for (unsigned seconds = 4; seconds > 0;) seconds = sleep(seconds);
+  for (unsigned seconds = 2; seconds > 0;) seconds = sleep(seconds);
 }
 
 _Noreturn static void end(int status, const char *format, va_list args) {

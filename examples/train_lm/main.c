@@ -4,6 +4,7 @@
  *   train_lm --data book.txt --ranks 4 --ep 2      four ranks as threads
  *   mpirun -np 4 train_lm --data book.txt          four ranks as processes */
 #include <argp.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,10 +14,11 @@
 #include "checkpoint.h"
 #include "train.h"
 
-enum { FIRST_KEY = 1000, KEY_CONFIG = 900, MOST_GIVEN = 128, MOST_OPTIONS = 64 };
+enum { FIRST_KEY = 1000, KEY_CONFIG = 900, KEY_HELP, KEY_USAGE, MOST_GIVEN = 128, MOST_OPTIONS = 64 };
 
 /* What the command line said, in order; it comes after presets, checkpoint and file whatever its order. */
 struct given {
+  int helped; /* 1: only help was asked for */
   const char *config;
   int count;
   struct {
@@ -28,9 +30,17 @@ static error_t parse(int key, char *value, struct argp_state *state) {
   struct given *given = state->input;
   struct lm_setting_help setting;
   if (key == KEY_CONFIG) given->config = value;
-  else if (key == ARGP_KEY_ARG) argp_error(state, "\"%s\" is no option", value);
-  else if (key >= FIRST_KEY && config_setting(key - FIRST_KEY, &setting)) {
-    if (given->count == MOST_GIVEN) argp_error(state, "more than %d options", MOST_GIVEN);
+  else if (key == KEY_HELP || key == KEY_USAGE) {
+    if (!given->helped) argp_state_help(state, stdout, key == KEY_HELP ? ARGP_HELP_STD_HELP : ARGP_HELP_USAGE);
+    given->helped = 1;
+  } else if (key == ARGP_KEY_ARG) {
+    argp_error(state, "\"%s\" is no option", value);
+    return EINVAL;
+  } else if (key >= FIRST_KEY && config_setting(key - FIRST_KEY, &setting)) {
+    if (given->count == MOST_GIVEN) {
+      argp_error(state, "more than %d options", MOST_GIVEN);
+      return EINVAL;
+    }
     given->list[given->count].name = setting.name;
     given->list[given->count++].value = value ? value : "1";
   } else return ARGP_ERR_UNKNOWN;
@@ -45,24 +55,29 @@ static const char documentation[] =
     "Ctrl-C "
     "and 143 after SIGTERM.";
 
-static void read_options(int argc, char **argv, struct given *given) {
+/* Left to itself argp ends the process, and one that only leaves MPI would wait there for the others. */
+static int read_options(int argc, char **argv, struct given *given) {
   struct argp_option options[MOST_OPTIONS] = {
       {"config", KEY_CONFIG, "FILE", 0, "settings, one \"name = value\" a line; options come after them", 0}};
   struct lm_setting_help setting;
-  for (int i = 0; i + 2 < MOST_OPTIONS && config_setting(i, &setting); i++)
-    options[i + 1] = (struct argp_option){setting.name, FIRST_KEY + i, setting.argument, 0, setting.help, 0};
+  int count = 1;
+  for (int i = 0; count + 3 < MOST_OPTIONS && config_setting(i, &setting); i++)
+    options[count++] = (struct argp_option){setting.name, FIRST_KEY + i, setting.argument, 0, setting.help, 0};
+  options[count++] = (struct argp_option){"help", KEY_HELP, NULL, 0, "give this help list", -1};
+  options[count++] = (struct argp_option){"usage", KEY_USAGE, NULL, 0, "give a short usage message", -1};
   struct argp argp = {options, parse, NULL, documentation, NULL, NULL, NULL};
-  argp_err_exit_status = LM_EXIT_USAGE;
-  argp_parse(&argp, argc, argv, 0, NULL, given);
+  return argp_parse(&argp, argc, argv, ARGP_NO_EXIT | ARGP_NO_HELP, NULL, given);
 }
 
-/* Of several processes one speaks: argp prints help and complaints, and ends the process, by itself. */
+/* Of several processes one speaks; argp prints help and complaints by itself. */
 static void read_command_line(int argc, char **argv, struct given *given) {
   int quiet = ranks_is_first_process() ? -1 : open("/dev/null", O_WRONLY), kept[2];
   for (int fd = 1; quiet >= 0 && fd <= 2; fd++) kept[fd - 1] = dup(fd), dup2(quiet, fd);
-  read_options(argc, argv, given);
+  int status = read_options(argc, argv, given);
   for (int fd = 1; quiet >= 0 && fd <= 2; fd++) dup2(kept[fd - 1], fd), close(kept[fd - 1]);
   if (quiet >= 0) close(quiet);
+  if (status && quiet >= 0) lm_fatal_usage("the options of a process beside the first are wrong");
+  if (status) ranks_abort(LM_EXIT_USAGE);
 }
 
 /* ---- settings: preset, then checkpoint, then file, then options: the later wins ---- */
@@ -114,6 +129,10 @@ int main(int argc, char **argv) {
   int processes = 0;
   ranks_begin(&argc, &argv, &processes);
   read_command_line(argc, argv, &given);
+  if (given.helped) {
+    ranks_end();
+    return 0;
+  }
   settle(&run.cfg, &saved, &given);
   int nranks = settle_ranks(&run.cfg, processes);
   if (config_check(&run.cfg, nranks, &err)) lm_fatal_usage("%s", err.text);

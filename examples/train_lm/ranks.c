@@ -24,7 +24,6 @@ void ranks_begin(int *argc, char ***argv, int *nranks) {
   int provided;
   MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided); /* only the thread that calls pmoe calls MPI */
   mpi_runs = 1;
-  atexit(ranks_end); /* argp may end the process */
   MPI_Comm_size(MPI_COMM_WORLD, nranks);
 }
 

@@ -41,6 +41,8 @@ static void wrong_settings_are_usage(void **state) {
     const char *arguments, *says;
   } cases[] = {
       {"--nonsense", "nonsense"},
+      {"nonsense", "\"nonsense\" is no option"},
+      {"--layers", "requires an argument"},
       {"--preset tiny", "data is missing"},
       {"--data text --layers 0", "layers is \"0\""},
       {"--data text --preset tiny --config settings", "experts has 3 numbers"},
@@ -175,6 +177,7 @@ static void one_process_fails(void **state) {
   } cases[] = {
       {"--pp 2", "--pp 2 --data nowhere", FAILED, "train_lm: data nowhere: No such file or directory"},
       {"--pp 2", "--pp 2 --stages 2", USAGE, "train_lm: stages is 2, 1 numbers; as many as pp, 2, were expected"},
+      {"--pp 2", "--pp 2 --nonsense", USAGE, "train_lm: the options of a process beside the first are wrong"},
       {"--pp 2", "--tp 2", FAILED, "train_lm: rank 0 is in pmoe_topology_create(tp 1, cp 1, pp 2"},
       {"--out full", "", FAILED, "train_lm: full/metrics.csv: No space left on device"},
   };
