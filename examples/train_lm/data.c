@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "crc32.h"
+#include "mix.h"
 
 /* llm.c's token files: a header of 256 int32, then uint16 tokens of GPT-2's vocabulary. */
 enum { HEADER_INTS = 256, TOKEN_MAGIC = 20240520, TOKEN_VERSION = 1, GPT2_VOCAB = 50257 };
@@ -236,17 +237,10 @@ void data_describe(const struct lm_data *data, char text[LM_DATA_TEXT]) {
            crc.value);
 }
 
-static uint64_t mix(uint64_t x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9u;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 int64_t data_train_start(const struct lm_data *data, int context, uint64_t seed, uint64_t step, int64_t index) {
   uint64_t places = (uint64_t)(data->train - context); /* the sequence and the token after it stay inside */
-  uint64_t number = mix(mix(mix(seed + 0x9e3779b97f4a7c15u) + step) + 0x9e3779b97f4a7c15u * (uint64_t)(index + 1));
+  uint64_t number =
+      lm_mix(lm_mix(lm_mix(seed + 0x9e3779b97f4a7c15u) + step) + 0x9e3779b97f4a7c15u * (uint64_t)(index + 1));
   return (int64_t)(number % places);
 }
 

@@ -2,6 +2,8 @@
 
 #include <math.h>
 
+#include "mix.h"
+
 int64_t param_units(const struct lm_param *p) { return p->num_global_experts > 0 ? p->shape[0] : p->numel > 0; }
 
 void param_whole_shape(const struct lm_param *p, int64_t shape[3]) {
@@ -30,12 +32,6 @@ void param_shard(struct lm_param *p, int dim, int blocks, int parts, int part) {
   p->numel /= parts;
 }
 
-static uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 /* By Box and Muller. */
 static float normal(uint64_t word) {
   double radius = sqrt(-2.0 * log(((double)(word >> 32) + 0.5) / 4294967296.0));
@@ -43,9 +39,9 @@ static float normal(uint64_t word) {
 }
 
 void param_fill_normal(struct lm_param *p, uint64_t seed, float std) {
-  uint64_t key = mix(seed + 1);
-  for (const char *c = p->name; *c; c++) key = mix(key + (unsigned char)*c);
+  uint64_t key = lm_mix(seed + 1);
+  for (const char *c = p->name; *c; c++) key = lm_mix(key + (unsigned char)*c);
   struct lm_runs runs = param_runs(p);
   for (int64_t i = 0; i < p->numel; i++)
-    p->master[i] = std * normal(mix(key + 0x9e3779b97f4a7c15u * (uint64_t)(runs_place(&runs, i) + 1)));
+    p->master[i] = std * normal(lm_mix(key + 0x9e3779b97f4a7c15u * (uint64_t)(runs_place(&runs, i) + 1)));
 }

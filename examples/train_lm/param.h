@@ -4,7 +4,7 @@
 #include <pmoe/pmoe.h>
 
 /* Over which ranks a gradient is summed: those of the stage, CP x DP of it, or as its pmoe layer does. */
-enum lm_sum { LM_SUM_STAGE, LM_SUM_DENSE_DP, LM_SUM_LAYER, LM_NUM_SUMS };
+enum lm_sum { LM_SUM_STAGE, LM_SUM_DENSE_DP, LM_SUM_LAYER };
 
 /* Names are unique in a model ("layers.3.moe.experts.fc1.weight"). Numbers are float32 all. */
 struct lm_param {

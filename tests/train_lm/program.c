@@ -2,6 +2,7 @@
 
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -9,13 +10,49 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <unistd.h>
 #include <cmocka.h>
 
-int program_run(const struct folder *folder, const char *launcher, const char *arguments) {
-  char command[2048];
-  snprintf(command, sizeof command, "cd %s && %s %s %s >log 2>&1", folder->path, launcher, TRAIN_LM, arguments);
-  int status = system(command);
+enum { MOST_ARGUMENTS = 64 };
+
+pid_t program_start(const struct folder *folder, const char *launcher, const char *arguments) {
+  char words[2048], *list[MOST_ARGUMENTS];
+  int count = 0;
+  snprintf(words, sizeof words, "%s%s%s %s", launcher, *launcher ? " " : "", TRAIN_LM, arguments);
+  for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) {
+    assert_true(count < MOST_ARGUMENTS - 1);
+    list[count++] = word;
+  }
+  list[count] = NULL;
+  pid_t child = fork();
+  assert_true(child >= 0);
+  if (child > 0) return child;
+  if (chdir(folder->path) || !freopen("log", "w", stdout) || dup2(1, 2) < 0) _exit(99);
+  execv(list[0], list);
+  _exit(99);
+}
+
+int program_finish(pid_t child) {
+  int status;
+  assert_int_equal(waitpid(child, &status, 0), child);
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+int program_steps(const struct folder *folder, const char *run) {
+  char name[128];
+  snprintf(name, sizeof name, "%s/metrics.csv", run);
+  if (access(folder_path(folder, name), R_OK) != 0) return 0;
+  char *csv = folder_read(folder_path(folder, name));
+  int rows = csv_rows(csv);
+  free(csv);
+  return rows;
+}
+
+void program_wait_for_steps(const struct folder *folder, pid_t child, const char *run, int steps) {
+  siginfo_t info = {0};
+  while (program_steps(folder, run) < steps && waitid(P_PID, (id_t)child, &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+         !info.si_pid)
+    usleep(2000);
 }
 
 void program_succeeds(const struct folder *folder, const char *launcher, const char *arguments) {
@@ -24,7 +61,7 @@ void program_succeeds(const struct folder *folder, const char *launcher, const c
 
 void program_says(const struct folder *folder, const char *launcher, const char *arguments, int status,
                   const char *says) {
-  int got = program_run(folder, launcher, arguments);
+  int got = program_finish(program_start(folder, launcher, arguments));
   char *log = folder_read(folder_path(folder, "log"));
   if (got != status || !strstr(log, says))
     fail_msg("%s %s: exit status %d and\n%s\n%d and \"%s\" were expected", launcher, arguments, got, log, status, says);

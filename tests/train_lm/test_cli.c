@@ -16,19 +16,19 @@
 enum { FAILED = 1, USAGE = 64 };
 
 static struct folder f;
-static char *data_path;
 
 static int setup(void **state) {
   (void)state;
   f = folder_make();
-  data_path = strdup(folder_write_text(&f, "text", 20000));
+  folder_write_text(&f, "text", 20000);
+  folder_write(&f, "full/nothing", "", 0);
+  assert_int_equal(symlink("/dev/full", folder_path(&f, "full/metrics.csv")), 0);
   return 0;
 }
 
 static int teardown(void **state) {
   (void)state;
   folder_remove(&f);
-  free(data_path);
   return 0;
 }
 
@@ -96,13 +96,10 @@ static void a_finished_run_is_kept(void **state) {
 /* A full disk under the files, and under what is printed. */
 static void lost_output_is_failure(void **state) {
   (void)state;
-  if (access("/dev/full", W_OK) != 0) return;
-  char command[512];
-  snprintf(command, sizeof command, "mkdir %s/full && ln -s /dev/full %s/full/metrics.csv", f.path, f.path);
-  assert_int_equal(system(command), 0);
   says("--data text --preset tiny --out full --overwrite", FAILED, "full/metrics.csv: No space left on device");
   says("--data text --preset tiny --out full --overwrite --ranks 4 --tp 2 --pp 2", FAILED,
        "full/metrics.csv: No space left on device"); /* the others wait for the one that writes */
+  char command[512];
   snprintf(command, sizeof command, "cd %s && %s --data text --preset tiny --steps 2 --out printed >/dev/full 2>log",
            f.path, TRAIN_LM);
   int status = system(command);
@@ -114,31 +111,13 @@ static void lost_output_is_failure(void **state) {
 
 /* Starts a run that would take hours, and stops it once it has steps behind it. */
 static void stop_with(int number, const char *out, int expected) {
-  char csv_name[64], *csv = NULL;
-  snprintf(csv_name, sizeof csv_name, "%s/metrics.csv", out);
-  pid_t child = fork();
-  assert_true(child >= 0);
-  if (child == 0) {
-    if (chdir(f.path) || !freopen("log", "w", stdout)) _exit(99);
-    execl(TRAIN_LM, "train_lm", "--preset", "tiny", "--data", data_path, "--out", out, "--ranks", "2", "--steps",
-          "1000000", "--eval-every", "0", (char *)NULL);
-    _exit(99);
-  }
-  for (int tries = 0; tries < 600 && !csv; tries++) {
-    usleep(100000);
-    if (access(folder_path(&f, csv_name), R_OK)) continue;
-    csv = folder_read(folder_path(&f, csv_name));
-    if (strlen(csv) > 1000) break;
-    free(csv);
-    csv = NULL;
-  }
-  assert_non_null(csv);
-  free(csv);
+  char arguments[256];
+  snprintf(arguments, sizeof arguments, "--preset tiny --data text --out %s --ranks 2 --steps 1000000 --eval-every 0",
+           out);
+  pid_t child = program_start(&f, "", arguments);
+  program_wait_for_steps(&f, child, out, 10);
   assert_int_equal(kill(child, number), 0);
-  int status;
-  assert_int_equal(waitpid(child, &status, 0), child);
-  assert_true(WIFEXITED(status));
-  assert_int_equal(WEXITSTATUS(status), expected);
+  assert_int_equal(program_finish(child), expected);
   char *log = folder_read(folder_path(&f, "log"));
   assert_true(strstr(log, "stopped after step") && strstr(log, "checkpoint.safetensors after step"));
   free(log);

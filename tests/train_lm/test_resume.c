@@ -1,5 +1,4 @@
 /* Whole runs that are stopped, by hand and by force, and go on. */
-#include <math.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -8,48 +7,24 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
 
 #include "train_lm/program.h"
 
-enum { STEPS = 40, FEW_STEPS = 7, KILLS = 8, MOST_ARGUMENTS = 48 };
+enum { STEPS = 40, FEW_STEPS = 7, KILLS = 8 };
 
 static struct folder f;
 static char *data_path;
 
 /* ---- runs ---- */
 
-/* Starts the program in the folder, its output in "log". `arguments` are words with one space between. */
-static pid_t start(const char *launcher, const char *arguments) {
-  char words[1024], *list[MOST_ARGUMENTS];
-  int count = 0;
-  snprintf(words, sizeof words, "%s%s%s %s", launcher, *launcher ? " " : "", TRAIN_LM, arguments);
-  for (char *word = strtok(words, " "); word && count < MOST_ARGUMENTS - 1; word = strtok(NULL, " "))
-    list[count++] = word;
-  list[count] = NULL;
-  pid_t child = fork();
-  assert_true(child >= 0);
-  if (child > 0) return child;
-  if (chdir(f.path) || !freopen("log", "w", stdout) || dup2(1, 2) < 0) _exit(99);
-  execv(list[0], list);
-  _exit(99);
-}
-
-/* The exit status; -1 if a signal ended it. */
-static int finish(pid_t child) {
-  int status;
-  assert_int_equal(waitpid(child, &status, 0), child);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
-
 static void fail_with_log(const char *arguments, int status) {
   fail_msg("%s: exit status %d\n%s", arguments, status, folder_read(folder_path(&f, "log")));
 }
 
 static void run_to_end(const char *launcher, const char *arguments) {
-  int status = finish(start(launcher, arguments));
+  int status = program_finish(program_start(&f, launcher, arguments));
   if (status) fail_with_log(arguments, status);
 }
 
@@ -69,29 +44,14 @@ static int shell(const char *format, ...) {
   return system(command);
 }
 
-static int steps_in(const char *run) {
-  if (access(in(run, "metrics.csv"), R_OK) != 0) return 0;
-  char *csv = folder_read(in(run, "metrics.csv"));
-  int rows = csv_rows(csv);
-  free(csv);
-  return rows;
-}
-
-/* Waits until a run has done `steps` steps, or has ended. */
-static void wait_for_steps(pid_t child, const char *run, int steps) {
-  siginfo_t info = {0};
-  while (steps_in(run) < steps && waitid(P_PID, (id_t)child, &info, WEXITED | WNOHANG | WNOWAIT) == 0 && !info.si_pid)
-    usleep(2000);
-}
-
 /* Runs until a few steps are done and interrupts. A run that was faster than that is started anew. */
 static void run_and_interrupt(const char *run, const char *arguments) {
   for (int tries = 0; tries < 20; tries++) {
     assert_int_equal(shell("rm -rf %s/%s", f.path, run), 0);
-    pid_t child = start("", arguments);
-    wait_for_steps(child, run, FEW_STEPS);
+    pid_t child = program_start(&f, "", arguments);
+    program_wait_for_steps(&f, child, run, FEW_STEPS);
     assert_int_equal(kill(child, SIGINT), 0);
-    int status = finish(child), steps = steps_in(run);
+    int status = program_finish(child), steps = program_steps(&f, run);
     if (status == 0) continue;
     if (status != 130) fail_with_log(arguments, status);
     assert_true(steps >= FEW_STEPS && steps < STEPS);
@@ -220,17 +180,17 @@ static void killed_runs_come_through(void **state) {
   uint32_t random = 2024;
   int kills = 0, status = -1;
   while (status != 0) { /* a fast run may come through before its last kill */
-    int saved = access(in("killed", "checkpoint.safetensors"), R_OK) == 0, done = steps_in("killed"),
+    int saved = access(in("killed", "checkpoint.safetensors"), R_OK) == 0, done = program_steps(&f, "killed"),
         kill_it = kills < KILLS;
     const char *more = saved ? "--save-every 1 --resume killed" : "--save-every 1 --overwrite";
-    pid_t child = start("", arguments_of("killed", split, more));
+    pid_t child = program_start(&f, "", arguments_of("killed", split, more));
     if (kill_it) {
       random = random * 1664525u + 1013904223u;
-      wait_for_steps(child, "killed", done + (int)(random >> 16) % 4);
+      program_wait_for_steps(&f, child, "killed", done + (int)(random >> 16) % 4);
       usleep(random >> 8 & 0x1fff); /* somewhere between one save and the next */
       kill(child, SIGKILL);
     }
-    status = finish(child);
+    status = program_finish(child);
     kills += status == -1;
     if (status > 0 || (status < 0 && !kill_it)) fail_msg("%s", folder_read(folder_path(&f, "log")));
   }
