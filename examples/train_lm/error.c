@@ -25,7 +25,7 @@ static void wait_for_turn(void) {
   if (atomic_flag_test_and_set(&taken))
     for (;;) pause();
   if (ranks_is_first_process()) return;
-  signal(SIGTERM, SIG_DFL); /* the first process has spoken, and mpirun ends the others */
+  signal(SIGTERM, SIG_DFL); /* with it mpirun ends the others when the first has spoken */
   for (unsigned seconds = 2; seconds > 0;) seconds = sleep(seconds);
 }
 

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -170,10 +171,18 @@ static void fit_terminal(char *line) {
   if (strlen(line) > columns) line[columns] = 0;
 }
 
+/* Whether a line would not wait for its reader. An mpirun that ends reads no more from the terminals that it gives, and
+ * training would stop short of its checkpoint. */
+static int takes_output(void) {
+  struct pollfd output = {.fd = STDOUT_FILENO, .events = POLLOUT};
+  return poll(&output, 1, 0) != 0;
+}
+
 static void print_progress(struct lm_report *report, const struct lm_step_report *s) {
   int64_t every = (report->cfg.steps + PLAIN_LINES - 1) / PLAIN_LINES;
   int last = s->step == report->cfg.steps;
   if (!report->terminal && s->step != 1 && !last && s->step % every != 0) return;
+  if (report->terminal && !last && !takes_output()) return;
   char rate[16], held_out[16] = "-", line[MOST_LINE];
   format_rate(rate, report->rate);
   if (!isnan(report->held_out)) snprintf(held_out, sizeof held_out, "%.3f", report->held_out);
