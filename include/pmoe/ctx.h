@@ -28,14 +28,16 @@ typedef struct pmoe_allocator {
 typedef struct pmoe_ctx_config {
   size_t size;
   pmoe_backend backend;            /* AUTO: CPU */
-  int32_t device;                  /* CUDA device ordinal; unused on the CPU */
+  int32_t device;                  /* CUDA device ordinal, which calls leave current; unused on the CPU */
   int32_t cpu_threads;             /* threads of this rank; 0: what OpenMP would use (OMP_NUM_THREADS or all cores) */
   uint64_t seed;                   /* of the router's jitter, Gumbel noise and random drops */
   uint64_t timeout_ns;             /* how long a collective waits for its peers; 0: 10 minutes */
   const pmoe_allocator *allocator; /* copied; NULL: the library's own (malloc) */
   void (*log)(void *user, int level, const char *text); /* NULL: silent. One line, no newline */
   void *log_user;
-  const char *gemm; /* "onednn", "cblas" or "plain"; NULL: the first of these that is built in */
+  /* "onednn", "cblas" or "plain"; NULL: the first of these that is built in. On CUDA "cublas", or "cublas-grouped":
+   * experts of different sizes in one call of cuBLAS rather than side by side; NULL: "cublas" */
+  const char *gemm;
 } pmoe_ctx_config;
 
 /* cfg may be NULL (all defaults). On success *out is a context that pmoe_ctx_destroy ends.
@@ -61,7 +63,7 @@ PMOE_API void pmoe_ctx_reset_peak_memory(pmoe_ctx *ctx);
 /* Which matrix multiply runs, and on what. Strings are static or live as long as the context. */
 typedef struct pmoe_gemm_info {
   size_t size;
-  const char *provider; /* "onednn", "cblas", "plain" */
+  const char *provider; /* "onednn", "cblas", "plain", "cublas", "cublas-grouped" */
   const char *library;  /* name and version, e.g. "oneDNN 2.6.3" */
   const char *isa;      /* instruction set or core name that the library reports */
   const char *bf16;     /* how bf16 products run: "native" or "widened to float32" */

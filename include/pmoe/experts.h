@@ -19,10 +19,11 @@ typedef enum pmoe_act {
 
 typedef struct pmoe_experts_config {
   size_t size;
-  int32_t inner;         /* F */
-  pmoe_act act;          /* GEGLU gates with the erf GELU */
-  int32_t bias;          /* 1: b1 and b2 */
-  pmoe_dtype dtype;      /* parameters, rows, pre-activations: PMOE_F32 or PMOE_BF16; products accumulate in float32 */
+  int32_t inner;    /* F */
+  pmoe_act act;     /* GEGLU gates with the erf GELU */
+  int32_t bias;     /* 1: b1 and b2 */
+  pmoe_dtype dtype; /* parameters, rows, pre-activations: PMOE_F32, PMOE_BF16, on CUDA PMOE_F16; products accumulate in
+                       float32 */
   pmoe_dtype grad_dtype; /* parameter gradients: PMOE_F32, or dtype */
   int32_t recompute_act; /* 1: forward keeps no pre-activation; backward computes x W1ᵀ again (one more GEMM) */
 } pmoe_experts_config;

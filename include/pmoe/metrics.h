@@ -14,10 +14,11 @@ typedef struct pmoe_metrics {
   float aux_loss, z_loss;   /* of this rank's micro-batch, with their coefficients */
   float load_max_over_mean; /* of this rank's choices per expert */
   float entropy;            /* of the same, in nats; ln E is balanced */
-  float ms_gate, ms_plan, ms_dispatch, ms_experts, ms_residual, ms_combine; /* forward, host clock */
-  float ms_backward;                                                        /* all parts that have run */
-  float seq_aux_loss, global_aux_loss;                                      /* like aux_loss */
-  float load_cv; /* coefficient of variation of this rank's choices per expert */
+  float ms_gate, ms_plan, ms_dispatch, ms_experts, ms_residual,
+      ms_combine;                      /* forward; the host's clock, or the device's (0 in a captured graph) */
+  float ms_backward;                   /* all parts that have run */
+  float seq_aux_loss, global_aux_loss; /* like aux_loss */
+  float load_cv;                       /* coefficient of variation of this rank's choices per expert */
 } pmoe_metrics;
 
 /* A layer's load on this rank over its training forwards, recomputed ones left out: the latest, and moving averages
@@ -37,7 +38,8 @@ typedef struct pmoe_load {
 extern "C" {
 #endif
 
-/* PMOE_PENDING while the step is not finished; PMOE_ERR_STATE before the first forward. */
+/* PMOE_PENDING while the device is not through with what this stash has enqueued; PMOE_ERR_STATE before the first
+ * forward. */
 PMOE_API pmoe_status pmoe_stash_metrics(const pmoe_stash *stash, pmoe_metrics *out);
 
 /* Neither waits nor communicates. */

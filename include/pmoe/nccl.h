@@ -16,10 +16,10 @@ PMOE_API pmoe_status pmoe_comm_from_nccl_handle(pmoe_ctx *ctx, void *nccl_comm, 
  * ordered with pmoe's calls in the same way on every rank.
  *
  * Rows are moved on a stream of the context's. Collectives of host values (creation of layers and topologies, splits,
- * pmoe_comm_barrier, pmoe_comm_allgather) wait. A rank that fails, or that misses the context's time-out while it
- * waits, aborts the NCCL communicator, the borrowed one too: NCCL offers no other way to end what is under way. Its
- * peers learn of it from NCCL or by their own time-out. ERR_UNSUPPORTED if pmoe was built without NCCL, ERR_ARG for a
- * context of the CPU back end or another device. */
+ * pmoe_comm_barrier, pmoe_comm_allgather) wait. A rank that fails, or that waits longer than
+ * the context's time-out, ends the NCCL communicator (a borrowed one is revoked, and stays the host's to destroy): NCCL
+ * offers no other way to end what is under way. Its peers learn of it from NCCL or by their own time-out.
+ * ERR_UNSUPPORTED if pmoe was built without NCCL, ERR_ARG for a context of the CPU back end or another device. */
 static inline pmoe_status pmoe_comm_from_nccl(pmoe_ctx *ctx, ncclComm_t nccl_comm, pmoe_comm **out) {
   return pmoe_comm_from_nccl_handle(ctx, (void *)nccl_comm, out);
 }
