@@ -71,7 +71,6 @@ pmoe_status pmoei_allgather(pmoe_comm *comm, const char *what, const void *src, 
 
 pmoe_status pmoei_allreduce(pmoe_comm *comm, const char *what, void *inout, int64_t n, pmoei_sum type) {
   PMOEI_TRY(ready(comm));
-  if (comm->nranks == 1) return PMOE_OK;
   return remember(comm, comm->transport->allreduce(comm, what, inout, n, type));
 }
 

@@ -26,6 +26,7 @@ pmoe_status pmoei_ctx_enter(pmoe_ctx *ctx, pmoe_stream stream) {
 
 pmoe_status pmoei_check_dtype(const pmoe_ctx *ctx, pmoe_dtype dtype, const char *what) {
   bool half = pmoei_on_device(ctx);
+  PMOEI_REQUIRE(pmoe_dtype_size(dtype) > 0, "%s is %d; a pmoe_dtype was expected", what, (int)dtype);
   PMOEI_REQUIRE(dtype == PMOE_F32 || dtype == PMOE_BF16 || (dtype == PMOE_F16 && half), "%s is %s; %s was expected",
                 what, pmoe_dtype_name(dtype), half ? "float32, bfloat16 or float16" : "float32 or bfloat16");
   return PMOE_OK;

@@ -73,7 +73,7 @@ static void test_bad_creation(void **state) {
       {offsetof(pmoe_experts_config, act), -1, "act is -1"},
       {offsetof(pmoe_experts_config, bias), 2, "bias is 2"},
       {offsetof(pmoe_experts_config, dtype), PMOE_F16, "float16"},
-      {offsetof(pmoe_experts_config, dtype), 9, "dtype is unknown"},
+      {offsetof(pmoe_experts_config, dtype), 9, "dtype is 9"},
       {offsetof(pmoe_experts_config, grad_dtype), 1, "grad_dtype"},
       {offsetof(pmoe_experts_config, recompute_act), 7, "recompute"},
   };
