@@ -287,3 +287,12 @@ pmoe_status pmoe_comm_from_mpi_handle(pmoe_ctx *ctx, const void *handle, size_t 
   return pmoei_error(PMOE_ERR_UNSUPPORTED, "pmoe_comm_from_mpi: this library was built without MPI");
 }
 #endif
+
+#ifndef PMOE_WITH_NCCL
+PMOE_API pmoe_status pmoe_comm_from_nccl_handle(pmoe_ctx *ctx, void *nccl_comm, pmoe_comm **out);
+
+pmoe_status pmoe_comm_from_nccl_handle(pmoe_ctx *ctx, void *nccl_comm, pmoe_comm **out) {
+  (void)ctx, (void)nccl_comm, (void)out;
+  return pmoei_error(PMOE_ERR_UNSUPPORTED, "pmoe_comm_from_nccl: this library was built without NCCL");
+}
+#endif

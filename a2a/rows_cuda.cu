@@ -7,7 +7,19 @@ extern "C" {
 
 using namespace pmoei;
 
-enum { THREADS = 256, RUNS = 128 };
+enum { THREADS = 256, RUNS = 128, CHOICES = 128 };
+
+/* The row of a choice; -1: none. */
+__device__ static int64_t locate(const pmoei_row_map &map, int64_t choice) {
+  int64_t slot = map.slot[choice];
+  return slot < 0 ? -1 : map.first_row[map.expert[choice]] + slot;
+}
+
+/* A token's first choices, looked up once for all threads of its block. */
+__device__ static void locate_all(const pmoei_row_map &map, int64_t token, int64_t *row) {
+  for (int k = threadIdx.x; k < map.top_k && k < CHOICES; k += THREADS) row[k] = locate(map, token * map.top_k + k);
+  __syncthreads();
+}
 
 /* ---- spread ---- */
 
@@ -62,15 +74,20 @@ template <typename T, typename Y> struct sum_args {
 };
 
 template <typename T, typename Y, int N> __global__ static void sum_kernel(pmoei_row_map map, sum_args<T, Y> a) {
+  __shared__ int64_t first[CHOICES];
+  __shared__ float weights[CHOICES];
   int64_t t = blockIdx.x;
+  for (int k = threadIdx.x; k < map.top_k && k < CHOICES; k += THREADS)
+    weights[k] = a.weight ? a.weight[t * map.top_k + k] : 1.0f;
+  locate_all(map, t, first);
   float scale = a.scale ? a.scale[t] : 1.0f, branch_scale = a.branch_scale ? a.branch_scale[t] : 1.0f;
   for (int64_t j = threadIdx.x * N; j < a.cols; j += THREADS * N) {
     float sum[N] = {0}, part[N];
     for (int k = 0; k < map.top_k; k++) {
-      int64_t choice = t * map.top_k + k, slot = map.slot[choice];
-      if (slot < 0) continue;
-      float weight = a.weight ? a.weight[choice] : 1.0f;
-      load<T, N>(part, a.rows.row(map.first_row[map.expert[choice]] + slot) + j);
+      int64_t choice = t * map.top_k + k, row = k < CHOICES ? first[k] : locate(map, choice);
+      if (row < 0) continue;
+      float weight = k < CHOICES ? weights[k] : a.weight ? a.weight[choice] : 1.0f;
+      load<T, N>(part, a.rows.row(row) + j);
 #pragma unroll
       for (int n = 0; n < N; n++) sum[n] += weight * part[n];
     }
@@ -110,8 +127,8 @@ static pmoe_status sum(const pmoe_ctx *ctx, const pmoei_row_map *map, const pmoe
 __global__ static void pick_kernel(pmoei_row_map map, const float *row_value, float *value) {
   int64_t choice = blockIdx.x * (int64_t)THREADS + threadIdx.x;
   if (choice >= map.tokens * map.top_k) return;
-  int64_t slot = map.slot[choice];
-  value[choice] = slot < 0 ? 0.0f : row_value[map.first_row[map.expert[choice]] + slot];
+  int64_t row = locate(map, choice);
+  value[choice] = row < 0 ? 0.0f : row_value[row];
 }
 
 static pmoe_status pick(const pmoe_ctx *ctx, const pmoei_row_map *map, const float *row_value, float *value) {

@@ -13,13 +13,13 @@
 #include "core/cuda.h"
 #endif
 
-static void *default_alloc(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
+void *pmoei_default_alloc(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
   (void)user, (void)kind, (void)stream;
   void *p = NULL;
   return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
 }
 
-static void default_release(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
+void pmoei_default_release(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
   (void)user, (void)bytes, (void)kind, (void)stream;
   free(p);
 }
@@ -76,7 +76,7 @@ static pmoe_allocator default_allocator(pmoe_backend backend) {
     return (pmoe_allocator){sizeof(pmoe_allocator), NULL, pmoei_cuda_default_alloc, pmoei_cuda_default_release};
 #endif
   (void)backend;
-  return (pmoe_allocator){sizeof(pmoe_allocator), NULL, default_alloc, default_release};
+  return (pmoe_allocator){sizeof(pmoe_allocator), NULL, pmoei_default_alloc, pmoei_default_release};
 }
 
 /* What multiplies: a provider of the CPU's, or the device. */

@@ -59,6 +59,9 @@ pmoe_status pmoei_alloc(pmoe_ctx *ctx, size_t bytes, const char *what, void *out
 /* The same without zeroing, for large blocks. */
 pmoe_status pmoei_alloc_raw(pmoe_ctx *ctx, size_t bytes, const char *what, void *out_pointer);
 void pmoei_free(pmoe_ctx *ctx, void *p, size_t bytes);
+/* The library's own allocator of the host's memory. */
+void *pmoei_default_alloc(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream);
+void pmoei_default_release(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream);
 /* Of any kind, unset. */
 pmoe_status pmoei_alloc_kind(pmoe_ctx *ctx, size_t bytes, pmoe_mem kind, const char *what, void *out_pointer);
 void pmoei_free_kind(pmoe_ctx *ctx, void *p, size_t bytes, pmoe_mem kind);

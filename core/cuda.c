@@ -2,7 +2,6 @@
 #include "core/cuda.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 pmoe_status pmoei_cuda_status(cudaError_t error, const char *call) {
   if (error == cudaSuccess) return PMOE_OK;
@@ -22,9 +21,8 @@ pmoe_status pmoei_cublas_status(cublasStatus_t status, const char *call) {
 
 /* cudaFree waits for the device, so memory is never taken away under a kernel. */
 void *pmoei_cuda_default_alloc(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
-  (void)user, (void)stream;
   void *p = NULL;
-  if (kind == PMOE_MEM_HOST) return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
+  if (kind == PMOE_MEM_HOST) return pmoei_default_alloc(user, bytes, align, kind, stream);
   cudaError_t error = kind == PMOE_MEM_PINNED ? cudaMallocHost(&p, bytes) : cudaMalloc(&p, bytes);
   if (error == cudaSuccess) return p;
   (void)cudaGetLastError(); /* reported by the caller; not the next launch's */
@@ -32,8 +30,7 @@ void *pmoei_cuda_default_alloc(void *user, size_t bytes, size_t align, pmoe_mem 
 }
 
 void pmoei_cuda_default_release(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
-  (void)user, (void)bytes, (void)stream;
-  if (kind == PMOE_MEM_HOST) free(p);
+  if (kind == PMOE_MEM_HOST) pmoei_default_release(user, p, bytes, kind, stream);
   else if (kind == PMOE_MEM_PINNED) (void)cudaFreeHost(p);
   else (void)cudaFree(p);
 }

@@ -15,7 +15,7 @@
     if (pmoei_on_device(ctx)) return call;                                                                             \
   } while (0)
 #else
-#define ON_DEVICE(ctx, call) (void)0
+#define ON_DEVICE(ctx, call) (void)(ctx)
 #endif
 
 pmoe_status pmoei_ctx_enter(pmoe_ctx *ctx, pmoe_stream stream) {

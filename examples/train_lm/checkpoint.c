@@ -8,6 +8,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "mail.h"
 #include "safetensors.h"
 
 enum { FULL_PATH = LM_MAX_PATH + 128, KINDS = 3 };
@@ -17,18 +18,6 @@ static const char *const prefixes[KINDS] = {"", "adam_m.", "adam_v."};
 
 static float *numbers_of(const struct lm_param *p, int kind) {
   return kind == 0 ? p->master : kind == 1 ? p->adam_m : p->adam_v;
-}
-
-/* The whole parameter, over all ranks. */
-static void global_shape(const struct lm_param *p, int64_t shape[SAFETENSORS_MOST_DIMS]) {
-  for (int d = 0; d < p->ndim; d++) shape[d] = p->shape[d];
-  if (p->num_global_experts > 0) shape[0] = p->num_global_experts;
-}
-
-static int64_t numel_of_expert(const struct lm_param *p) {
-  int64_t numel = 1;
-  for (int d = 1; d < p->ndim; d++) numel *= p->shape[d];
-  return numel;
 }
 
 /* ---- what all ranks must know ---- */
@@ -50,23 +39,17 @@ static int agree(struct lm_ranks *ranks, int status, struct lm_error *err) {
   return failed ? -1 : 0;
 }
 
-/* owner[e]: the rank whose copy of expert e is saved. */
-static void find_owners(const struct lm_param *p, struct lm_ranks *ranks, int *owner) {
-  int64_t mine[2] = {p->first_expert, p->first_copy ? p->shape[0] : 0}, *all;
-  all = lm_alloc((size_t)ranks->nranks, sizeof mine);
-  LM_TRY(pmoe_comm_allgather(ranks->world, mine, all, sizeof mine));
-  for (int r = 0; r < ranks->nranks; r++)
-    for (int64_t e = 0; e < all[2 * r + 1]; e++) owner[all[2 * r] + e] = r;
-  free(all);
-}
+/* ---- saving: the first rank writes, the others bring their parts of one expert or parameter at a time ---- */
 
-/* ---- saving: the first rank writes, the others bring their experts, one at a time ---- */
+enum { TAG_ASK = 2 * LM_MAX_LAYERS, TAG_PART }; /* beside those of the pipeline */
 
 struct saving {
+  const struct lm_model *model;
   struct lm_ranks *ranks;
   struct safetensors_writer *writer; /* NULL on all ranks but the first, and there after a failure */
   struct lm_error *err;
   int failed;
+  float *whole, *part; /* of one expert or parameter */
 };
 
 static void write_numbers(struct saving *s, const float *numbers, int64_t n) {
@@ -76,20 +59,59 @@ static void write_numbers(struct saving *s, const float *numbers, int64_t n) {
   s->failed = 1;
 }
 
-/* Expert after expert, in the order of their global ids. An expert is gathered whole, so that the first rank needs room
- * for one of each rank, and not for all. */
-static void write_experts(struct saving *s, const struct lm_param *p, int kind) {
-  int64_t numel = numel_of_expert(p);
-  size_t bytes = (size_t)numel * sizeof(float), experts = (size_t)p->num_global_experts;
-  int *owner = lm_alloc(experts, sizeof *owner);
-  float *all = lm_alloc((size_t)s->ranks->nranks, bytes), *nothing = lm_alloc((size_t)numel, sizeof *nothing);
-  find_owners(p, s->ranks, owner);
-  for (int64_t e = 0; e < p->num_global_experts; e++) {
-    const float *mine = owner[e] == s->ranks->rank ? numbers_of(p, kind) + (e - p->first_expert) * numel : nothing;
-    LM_TRY(pmoe_comm_allgather(s->ranks->world, mine, all, bytes));
-    write_numbers(s, all + owner[e] * numel, numel);
+static const float *part_of(const struct saving *s, const struct lm_holding *holding, int kind, int64_t unit) {
+  const struct lm_param *p = &s->model->params[holding->local];
+  return numbers_of(p, kind) + (unit - holding->first) * holding->runs.count * holding->runs.length;
+}
+
+static int holds(const struct lm_holding *holding, int64_t unit) {
+  return unit >= holding->first && unit < holding->first + holding->units;
+}
+
+/* Asked for its part, a rank sends it: nobody else's memory fills up with what the first rank has no time for yet. */
+static void bring(const struct saving *s, const struct lm_holding *holding, int kind, int64_t unit) {
+  char asked;
+  mail_receive(s->ranks->mail, 0, s->ranks->rank, TAG_ASK, &asked, 1);
+  mail_send(s->ranks->mail, s->ranks->rank, 0, TAG_PART, part_of(s, holding, kind, unit),
+            (size_t)(holding->runs.count * holding->runs.length) * sizeof(float));
+}
+
+static void take(const struct saving *s, const struct lm_holding *holding, int rank, int kind, int64_t unit) {
+  const struct lm_runs *runs = &holding->runs;
+  const float *part = rank == 0 ? part_of(s, holding, kind, unit) : s->part;
+  if (rank > 0) {
+    mail_send(s->ranks->mail, 0, rank, TAG_ASK, "", 1);
+    mail_receive(s->ranks->mail, rank, 0, TAG_PART, s->part, (size_t)(runs->count * runs->length) * sizeof(float));
   }
-  free(owner), free(all), free(nothing);
+  for (int64_t i = 0; i < runs->count; i++)
+    memcpy(s->whole + runs->first + i * runs->stride, part + i * runs->length, (size_t)runs->length * sizeof(float));
+}
+
+static void write_entry(struct saving *s, const struct lm_entry *entry, int kind) {
+  int64_t units = entry->experts > 0 ? entry->experts : 1;
+  for (int64_t unit = 0; unit < units; unit++) {
+    for (int r = 0; r < s->ranks->nranks; r++) {
+      if (!holds(&entry->by[r], unit)) continue;
+      if (s->ranks->rank == 0) take(s, &entry->by[r], r, kind, unit);
+      else if (s->ranks->rank == r) bring(s, &entry->by[r], kind, unit);
+    }
+    write_numbers(s, s->whole, entry->unit_numel);
+  }
+}
+
+static void write_all(struct saving *s) {
+  const struct lm_catalog *catalog = &s->model->catalog;
+  int64_t most = 1;
+  for (int i = 0; i < catalog->count; i++)
+    if (catalog->entry[i].unit_numel > most) most = catalog->entry[i].unit_numel;
+  if (s->ranks->rank == 0) {
+    s->whole = lm_alloc((size_t)most, sizeof *s->whole);
+    s->part = lm_alloc((size_t)most, sizeof *s->part);
+  }
+  for (int kind = 0; kind < KINDS; kind++)
+    for (int i = 0; i < catalog->count; i++) write_entry(s, &catalog->entry[i], kind);
+  free(s->whole);
+  free(s->part);
 }
 
 static void describe(const struct lm_model *model, const struct lm_state *state, struct safetensors *held) {
@@ -104,25 +126,26 @@ static void describe(const struct lm_model *model, const struct lm_state *state,
   snprintf(number, sizeof number, "%.17g", isnan(state->held_out_loss) ? (double)NAN : state->held_out_loss);
   safetensors_add_string(held, "held_out_loss", number);
   safetensors_add_string(held, "config", state->config_text);
+  safetensors_add_string(held, "data", state->data_text);
   for (int kind = 0; kind < KINDS; kind++)
-    for (int i = 0; i < model->num_params; i++) {
+    for (int i = 0; i < model->catalog.count; i++) {
+      const struct lm_entry *entry = &model->catalog.entry[i];
       char name[96];
-      int64_t shape[SAFETENSORS_MOST_DIMS];
-      snprintf(name, sizeof name, "%s%s", prefixes[kind], model->params[i].name);
-      global_shape(&model->params[i], shape);
-      safetensors_add(held, name, model->params[i].ndim, shape);
+      snprintf(name, sizeof name, "%s%s", prefixes[kind], entry->name);
+      safetensors_add(held, name, entry->ndim, entry->shape);
     }
+}
+
+static int make_folder(const char *path, struct lm_error *err) {
+  char folder[FULL_PATH];
+  snprintf(folder, sizeof folder, "%s", path);
+  const char *name = dirname(folder);
+  return mkdir(name, 0777) && errno != EEXIST ? lm_error_set(err, "%s: %s", name, strerror(errno)) : 0;
 }
 
 static struct safetensors_writer *begin(const char *path, const struct lm_model *model, const struct lm_state *state,
                                         struct lm_error *err) {
-  char folder[FULL_PATH];
-  snprintf(folder, sizeof folder, "%s", path);
-  const char *name = dirname(folder);
-  if (mkdir(name, 0777) && errno != EEXIST) {
-    lm_error_set(err, "%s: %s", name, strerror(errno));
-    return NULL;
-  }
+  if (make_folder(path, err)) return NULL;
   struct safetensors held = {0};
   describe(model, state, &held);
   struct safetensors_writer *writer = safetensors_begin(path, &held, err);
@@ -130,20 +153,24 @@ static struct safetensors_writer *begin(const char *path, const struct lm_model 
   return writer;
 }
 
+int checkpoint_try(const char *path, struct lm_error *err) {
+  if (make_folder(path, err)) return -1;
+  struct safetensors nothing = {0};
+  struct safetensors_writer *writer = safetensors_begin(path, &nothing, err);
+  if (!writer) return -1;
+  safetensors_cancel(writer);
+  return 0;
+}
+
 int checkpoint_save(const char *path, const struct lm_model *model, const struct lm_state *state,
                     struct lm_ranks *ranks, struct lm_error *err) {
-  struct saving s = {.ranks = ranks, .err = err};
+  struct saving s = {.model = model, .ranks = ranks, .err = err};
   if (ranks->rank == 0) {
     s.writer = begin(path, model, state, err);
     s.failed = !s.writer;
   }
   if (agree(ranks, s.failed, err)) return -1;
-  for (int kind = 0; kind < KINDS; kind++)
-    for (int i = 0; i < model->num_params; i++) {
-      const struct lm_param *p = &model->params[i];
-      if (p->num_global_experts > 0) write_experts(&s, p, kind);
-      else write_numbers(&s, numbers_of(p, kind), p->numel);
-    }
+  write_all(&s);
   if (s.writer) s.failed = safetensors_end(s.writer, err);
   return agree(ranks, s.failed, err);
 }
@@ -178,6 +205,8 @@ static int read_state(const struct safetensors_reader *reader, struct lm_state *
   found.step = (int64_t)step, found.tokens_seen = (int64_t)tokens;
   if (held_out) found.held_out_loss = strtod(held_out, NULL);
   strcpy(found.config_text, config);
+  const char *data = safetensors_find_string(&reader->held, "data");
+  if (data) snprintf(found.data_text, sizeof found.data_text, "%s", data);
   *state = found;
   return 0;
 }
@@ -195,30 +224,56 @@ static void format_shape(char text[96], int ndim, const int64_t *shape) {
   snprintf(text + length, (size_t)(96 - length), "]");
 }
 
-static int read_param(const struct safetensors_reader *reader, const struct lm_param *p, int kind,
-                      struct lm_error *err) {
+/* Expert after expert; a shard is picked out of the whole expert. */
+static int read_units(const struct safetensors_reader *reader, const struct safetensors_tensor *tensor,
+                      const struct lm_param *p, float *to, struct lm_error *err) {
+  int64_t units = param_units(p), first = p->num_global_experts > 0 ? p->first_expert : 0;
+  struct lm_runs runs = param_runs(p);
+  int64_t whole = tensor->numel / (p->num_global_experts > 0 ? p->num_global_experts : 1);
+  if (units == 0) return 0;
+  if (runs.count * runs.length == whole) return safetensors_read(reader, tensor, first * whole, p->numel, to, err);
+  float *room = lm_alloc((size_t)whole, sizeof *room);
+  int status = 0;
+  for (int64_t u = 0; u < units && status == 0; u++) {
+    status = safetensors_read(reader, tensor, (first + u) * whole, whole, room, err);
+    for (int64_t i = 0; i < runs.count && status == 0; i++, to += runs.length)
+      memcpy(to, room + runs.first + i * runs.stride, (size_t)runs.length * sizeof *to);
+  }
+  free(room);
+  return status;
+}
+
+static int check_entry(const struct safetensors_reader *reader, const struct lm_entry *entry, int kind,
+                       struct lm_error *err) {
   char name[96], found[96], expected[96];
-  int64_t shape[SAFETENSORS_MOST_DIMS];
-  snprintf(name, sizeof name, "%s%s", prefixes[kind], p->name);
+  snprintf(name, sizeof name, "%s%s", prefixes[kind], entry->name);
   const struct safetensors_tensor *tensor = safetensors_find(&reader->held, name);
   if (!tensor) return lm_error_set(err, "%s has no tensor %s, which this model has", reader->path, name);
-  global_shape(p, shape);
-  if (!same_shape(tensor, p->ndim, shape)) {
-    format_shape(found, tensor->ndim, tensor->shape);
-    format_shape(expected, p->ndim, shape);
-    return lm_error_set(err, "%s: tensor %s has shape %s; this model's is %s", reader->path, name, found, expected);
-  }
-  int64_t first = p->num_global_experts > 0 && p->numel > 0 ? p->first_expert * numel_of_expert(p) : 0;
-  return safetensors_read(reader, tensor, first, p->numel, numbers_of(p, kind), err);
+  if (same_shape(tensor, entry->ndim, entry->shape)) return 0;
+  format_shape(found, tensor->ndim, tensor->shape);
+  format_shape(expected, entry->ndim, entry->shape);
+  return lm_error_set(err, "%s: tensor %s has shape %s; this model's is %s", reader->path, name, found, expected);
+}
+
+static int check_file(const struct safetensors_reader *reader, const struct lm_catalog *catalog, struct lm_error *err) {
+  for (int kind = 0; kind < KINDS; kind++)
+    for (int i = 0; i < catalog->count; i++)
+      if (check_entry(reader, &catalog->entry[i], kind, err)) return -1;
+  if (reader->held.num_tensors == KINDS * catalog->count) return 0;
+  return lm_error_set(err, "%s has %d tensors; this model has %d", reader->path, reader->held.num_tensors,
+                      KINDS * catalog->count);
 }
 
 static int read_params(const struct safetensors_reader *reader, struct lm_model *model, struct lm_error *err) {
+  if (check_file(reader, &model->catalog, err)) return -1;
   for (int kind = 0; kind < KINDS; kind++)
-    for (int i = 0; i < model->num_params; i++)
-      if (read_param(reader, &model->params[i], kind, err)) return -1;
-  if (reader->held.num_tensors == KINDS * model->num_params) return 0;
-  return lm_error_set(err, "%s has %d tensors; this model has %d", reader->path, reader->held.num_tensors,
-                      KINDS * model->num_params);
+    for (int i = 0; i < model->num_params; i++) {
+      const struct lm_param *p = &model->params[i];
+      char name[96];
+      snprintf(name, sizeof name, "%s%s", prefixes[kind], p->name);
+      if (read_units(reader, safetensors_find(&reader->held, name), p, numbers_of(p, kind), err)) return -1;
+    }
+  return 0;
 }
 
 int checkpoint_load(const char *path, struct lm_model *model, struct lm_state *state, struct lm_ranks *ranks,

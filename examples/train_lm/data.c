@@ -11,10 +11,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "crc32.h"
+#include "mix.h"
+
 /* llm.c's token files: a header of 256 int32, then uint16 tokens of GPT-2's vocabulary. */
 enum { HEADER_INTS = 256, TOKEN_MAGIC = 20240520, TOKEN_VERSION = 1, GPT2_VOCAB = 50257 };
 /* The held-out part is the last tenth, or this many tokens if that is less. */
-enum { MOST_HELD_OUT = 1 << 17 };
+enum { MOST_HELD_OUT = 1 << 17, HEADER_BYTES = HEADER_INTS * 4, BLOCK = 4096 };
 
 struct names {
   int count, room;
@@ -36,14 +39,32 @@ static void free_names(struct names *names) {
   free(names->name);
 }
 
-static int list_files(const char *path, struct names *out, struct lm_error *err) {
-  struct stat info;
-  if (stat(path, &info)) return lm_error_set(err, "data %s: %s", path, strerror(errno));
+/* The folders on the way to where the list is. */
+struct folder {
+  const struct folder *above;
+  dev_t device;
+  ino_t inode;
+};
+
+static int is_loop(const struct folder *at, const struct stat *info) {
+  for (; at; at = at->above)
+    if (at->device == info->st_dev && at->inode == info->st_ino) return 1;
+  return 0;
+}
+
+static int list_files(const char *path, const struct folder *above, struct names *out, struct lm_error *err) {
+  struct stat info, link;
+  if (stat(path, &info)) {
+    int dangling = errno == ENOENT && lstat(path, &link) == 0;
+    return lm_error_set(err, "data %s: %s", path, dangling ? "a link to nothing" : strerror(errno));
+  }
   if (S_ISREG(info.st_mode)) {
     add_name(out, path);
     return 0;
   }
   if (!S_ISDIR(info.st_mode)) return lm_error_set(err, "data %s is neither a file nor a folder", path);
+  if (is_loop(above, &info)) return lm_error_set(err, "data %s: a link back to a folder that it is in", path);
+  struct folder here = {above, info.st_dev, info.st_ino};
   struct dirent **entries;
   int count = scandir(path, &entries, NULL, alphasort), status = 0;
   if (count < 0) return lm_error_set(err, "data %s: %s", path, strerror(errno));
@@ -51,7 +72,7 @@ static int list_files(const char *path, struct names *out, struct lm_error *err)
     char name[4096];
     int length = snprintf(name, sizeof name, "%s/%s", path, entries[i]->d_name);
     if (length >= (int)sizeof name) status = lm_error_set(err, "data: a path in %s is too long", path);
-    if (status == 0 && entries[i]->d_name[0] != '.') status = list_files(name, out, err);
+    if (status == 0 && entries[i]->d_name[0] != '.') status = list_files(name, &here, out, err);
     free(entries[i]);
   }
   free(entries);
@@ -83,27 +104,38 @@ static int32_t header_int(const struct lm_data_file *file, int index) {
 }
 
 static int is_token_file(const struct lm_data_file *file) {
-  return file->map_bytes >= (int64_t)(HEADER_INTS * sizeof(int32_t)) && header_int(file, 0) == TOKEN_MAGIC;
+  return file->map_bytes >= HEADER_BYTES && header_int(file, 0) == TOKEN_MAGIC;
+}
+
+/* A file that says it holds tokens, and does not. */
+static int check_name(const struct lm_data_file *file, const char *path, struct lm_error *err) {
+  const char *dot = strrchr(path, '.');
+  if (is_token_file(file) || !dot || strcmp(dot, ".bin") != 0) return 0;
+  if (file->map_bytes < HEADER_BYTES)
+    return lm_error_set(err, "data %s: a token file of %lld bytes; its header alone has %d", path,
+                        (long long)file->map_bytes, HEADER_BYTES);
+  return lm_error_set(err, "data %s: begins with %d; a token file begins with %d (llm.c's GPT-2 format)", path,
+                      header_int(file, 0), TOKEN_MAGIC);
 }
 
 /* The number of tokens, or -1. */
 static int64_t file_tokens(const struct lm_data_file *file, int bytes, const char *path, struct lm_error *err) {
   if (bytes) return file->map_bytes;
-  int64_t held = (file->map_bytes - (int64_t)(HEADER_INTS * sizeof(int32_t))) / (int64_t)sizeof(uint16_t);
+  int64_t held = file->map_bytes - HEADER_BYTES, promised = header_int(file, 2);
   if (header_int(file, 1) != TOKEN_VERSION)
     return lm_error_set(err, "data %s: token file of version %d; version %d was expected", path, header_int(file, 1),
                         TOKEN_VERSION);
-  if (header_int(file, 2) < 0 || header_int(file, 2) > held)
-    return lm_error_set(err, "data %s: the header promises %d tokens, the file has room for %lld", path,
-                        header_int(file, 2), (long long)held);
-  return header_int(file, 2);
+  if (held != promised * (int64_t)sizeof(uint16_t))
+    return lm_error_set(err, "data %s: the header promises %lld tokens of 2 bytes, %lld bytes follow it", path,
+                        (long long)promised, (long long)held);
+  return promised;
 }
 
 static int map_files(struct lm_data *data, const struct names *names, struct lm_error *err) {
   data->files = lm_alloc((size_t)names->count, sizeof *data->files);
   for (int i = 0; i < names->count; i++) {
     struct lm_data_file *file = &data->files[data->num_files++];
-    if (map_file(file, names->name[i], err)) return -1;
+    if (map_file(file, names->name[i], err) || check_name(file, names->name[i], err)) return -1;
     int bytes = !is_token_file(file);
     if (i == 0) data->bytes = bytes;
     if (bytes != data->bytes)
@@ -134,7 +166,7 @@ static int split(struct lm_data *data, const char *path, int context, struct lm_
 int data_open(struct lm_data *data, const char *path, int context, struct lm_error *err) {
   *data = (struct lm_data){.bytes = 1};
   struct names names = {0};
-  int status = list_files(path, &names, err);
+  int status = list_files(path, NULL, &names, err);
   if (status == 0 && names.count == 0) status = lm_error_set(err, "data %s: the folder holds no files", path);
   if (status == 0) status = map_files(data, &names, err);
   if (status == 0) status = split(data, path, context, err);
@@ -171,23 +203,44 @@ void data_read(const struct lm_data *data, int64_t first, int64_t n, int32_t *ou
       out[i] = from[place];
     } else {
       uint16_t token;
-      memcpy(&token, from + HEADER_INTS * sizeof(int32_t) + (size_t)place * sizeof token, sizeof token);
+      memcpy(&token, from + HEADER_BYTES + (size_t)place * sizeof token, sizeof token);
       out[i] = token;
     }
   }
 }
 
-static uint64_t mix(uint64_t x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9u;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
+int data_check(const struct lm_data *data, int vocab, struct lm_error *err) {
+  int32_t block[BLOCK];
+  if (vocab >= (data->bytes ? 256 : 65536)) return 0;
+  for (int64_t at = 0; at < data->tokens; at += BLOCK) {
+    int64_t n = data->tokens - at < BLOCK ? data->tokens - at : BLOCK;
+    data_read(data, at, n, block);
+    for (int64_t i = 0; i < n; i++)
+      if (block[i] >= vocab)
+        return lm_error_set(err, "data has token %d in place %lld; vocab is %d", block[i], (long long)(at + i), vocab);
+  }
+  return 0;
+}
+
+void data_describe(const struct lm_data *data, char text[LM_DATA_TEXT]) {
+  enum { PARTS = 256 };
+  int32_t block[BLOCK];
+  struct crc32 crc;
+  crc32_begin(&crc);
+  for (int64_t part = 0; part < PARTS; part++) {
+    int64_t first = data->tokens * part / PARTS, end = data->tokens * (part + 1) / PARTS;
+    int64_t n = end - first < BLOCK ? end - first : BLOCK;
+    data_read(data, first, n, block);
+    crc32_add(&crc, block, (size_t)n * sizeof *block);
+  }
+  snprintf(text, LM_DATA_TEXT, "%lld %s, crc32 %08x", (long long)data->tokens, data->bytes ? "bytes" : "tokens",
+           crc.value);
 }
 
 int64_t data_train_start(const struct lm_data *data, int context, uint64_t seed, uint64_t step, int64_t index) {
   uint64_t places = (uint64_t)(data->train - context); /* the sequence and the token after it stay inside */
-  uint64_t number = mix(mix(mix(seed + 0x9e3779b97f4a7c15u) + step) + 0x9e3779b97f4a7c15u * (uint64_t)(index + 1));
+  uint64_t number =
+      lm_mix(lm_mix(lm_mix(seed + 0x9e3779b97f4a7c15u) + step) + 0x9e3779b97f4a7c15u * (uint64_t)(index + 1));
   return (int64_t)(number % places);
 }
 
@@ -209,9 +262,9 @@ static double entropy(const int64_t *count, int64_t n) {
 void data_entropy(const struct lm_data *data, double *unigram, double *bigram) {
   int64_t *single = lm_alloc(65536, sizeof *single), *pair = lm_alloc(65536, sizeof *pair);
   int64_t *before = lm_alloc(65536, sizeof *before);
-  int32_t block[4096], last = -1;
-  for (int64_t at = 0; at < data->held_out; at += 4096) {
-    int64_t n = data->held_out - at < 4096 ? data->held_out - at : 4096;
+  int32_t block[BLOCK], last = -1;
+  for (int64_t at = 0; at < data->held_out; at += BLOCK) {
+    int64_t n = data->held_out - at < BLOCK ? data->held_out - at : BLOCK;
     data_read(data, data->train + at, n, block);
     for (int64_t i = 0; i < n; i++) {
       single[block[i]]++;

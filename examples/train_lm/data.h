@@ -5,6 +5,8 @@
 
 #include "error.h"
 
+enum { LM_DATA_TEXT = 64 };
+
 struct lm_data {
   int num_files;
   struct lm_data_file {
@@ -19,9 +21,14 @@ struct lm_data {
 };
 
 /* path: a file, or a folder whose files (those in subfolders too, hidden ones not) are read in the order of their
- * names. A sequence takes context + 1 tokens; both parts must hold one. Returns 0, or -1 with a sentence. */
+ * names. A name that ends in .bin promises a token file. A sequence takes context + 1 tokens; both parts must hold one.
+ * Returns 0, or -1 with a sentence. */
 int data_open(struct lm_data *data, const char *path, int context, struct lm_error *err);
 void data_close(struct lm_data *data);
+/* Reads all of it: -1 with a sentence if a token is not below vocab. */
+int data_check(const struct lm_data *data, int vocab, struct lm_error *err);
+/* Writes what tells this text from others: its length and a checksum of parts of it. */
+void data_describe(const struct lm_data *data, char text[LM_DATA_TEXT]);
 
 /* Copies tokens [first, first + n). */
 void data_read(const struct lm_data *data, int64_t first, int64_t n, int32_t *out);

@@ -11,14 +11,18 @@ struct job {
   const float *token, *position, *dx;
 };
 
+static int64_t position_of(const struct lm_embedding *size, int64_t row) {
+  return size->first_position + (size->first_row + row) % size->length;
+}
+
 static void forward_task(void *arg, int64_t index, int thread) {
   (void)thread;
   const struct job *job = arg;
   int64_t hidden = job->size.hidden;
-  struct lm_range range = lm_block(job->size.sequences * job->size.length, ROWS_PER_TASK, index);
+  struct lm_range range = lm_block(job->size.rows, ROWS_PER_TASK, index);
   for (int64_t t = range.begin; t < range.end; t++) {
     const float *token = job->token + job->size.tokens[t] * hidden;
-    const float *position = job->position + t % job->size.length * hidden;
+    const float *position = job->position + position_of(&job->size, t) * hidden;
     float *x = job->x + t * hidden;
     LM_SIMD
     for (int64_t i = 0; i < hidden; i++) x[i] = token[i] + position[i];
@@ -27,7 +31,7 @@ static void forward_task(void *arg, int64_t index, int thread) {
 
 void embedding_forward(struct lm_embedding size, float *x, const float *token_table, const float *position_table) {
   struct job job = {.size = size, .x = x, .token = token_table, .position = position_table};
-  lm_parallel(lm_num_blocks(size.sequences * size.length, ROWS_PER_TASK), forward_task, &job);
+  lm_parallel(lm_num_blocks(size.rows, ROWS_PER_TASK), forward_task, &job);
 }
 
 static void backward_task(void *arg, int64_t index, int thread) {
@@ -35,9 +39,9 @@ static void backward_task(void *arg, int64_t index, int thread) {
   const struct job *job = arg;
   int64_t hidden = job->size.hidden;
   struct lm_range col = lm_block(hidden, COLUMNS_PER_TASK, index);
-  for (int64_t t = 0; t < job->size.sequences * job->size.length; t++) {
+  for (int64_t t = 0; t < job->size.rows; t++) {
     float *dtoken = job->dtoken + job->size.tokens[t] * hidden;
-    float *dposition = job->dposition + t % job->size.length * hidden;
+    float *dposition = job->dposition + position_of(&job->size, t) * hidden;
     const float *dx = job->dx + t * hidden;
     LM_SIMD
     for (int64_t i = col.begin; i < col.end; i++) {

@@ -1,6 +1,7 @@
 #include "error.h"
 
 #include <pmoe/pmoe.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -23,19 +24,30 @@ static void wait_for_turn(void) {
   static atomic_flag taken = ATOMIC_FLAG_INIT;
   if (atomic_flag_test_and_set(&taken))
     for (;;) pause();
-  if (!ranks_is_first_process()) sleep(2);
+  if (ranks_is_first_process()) return;
+  signal(SIGTERM, SIG_DFL); /* with it mpirun ends the others when the first has spoken */
+  for (unsigned seconds = 2; seconds > 0;) seconds = sleep(seconds);
 }
 
-void lm_fatal(const char *format, ...) {
+_Noreturn static void end(int status, const char *format, va_list args) {
   char text[2048];
-  va_list args;
-  va_start(args, format);
   vsnprintf(text, sizeof text, format, args);
-  va_end(args);
   wait_for_turn();
   fflush(stdout);
   fprintf(stderr, "train_lm: %s\n", text);
-  ranks_abort();
+  ranks_abort(status);
+}
+
+void lm_fatal(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  end(LM_EXIT_FAILED, format, args);
+}
+
+void lm_fatal_usage(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  end(LM_EXIT_USAGE, format, args);
 }
 
 void lm_try(pmoe_status status, const char *call) {

@@ -23,25 +23,32 @@ static void products(const struct operands *o, int64_t rows, int64_t in, int64_t
   linear_backward_weight(size, o->weight, NULL, o->y, o->x);
 }
 
-static void run(const struct lm_model *model, const struct operands *o, int64_t tokens) {
+/* Rows and columns are this rank's shares. */
+static void layer_products(const struct lm_model *model, const struct operands *o, int layer, int64_t tokens) {
   const struct lm_config *cfg = &model->cfg;
-  int64_t hidden = cfg->hidden, inner = config_inner(cfg);
-  for (int l = 0; l < cfg->layers; l++) {
-    products(o, tokens, hidden, 3 * hidden);
-    products(o, tokens, hidden, hidden);
-    int experts = cfg->experts.value[l];
-    int64_t rows = experts ? tokens * cfg->topk : tokens;
-    int local = experts ? experts / config_layer_ep(cfg, l, model->ranks->nranks) : 1;
-    for (int e = 0; e < local; e++) {
-      int64_t share = rows * (e + 1) / local - rows * e / local;
-      products(o, share, hidden, inner);
-      products(o, share, inner, hidden);
-    }
-    if (!experts || cfg->residual == PMOE_MIX_NONE) continue;
-    products(o, tokens, hidden, inner);
-    products(o, tokens, inner, hidden);
+  int tp = model->ranks->at.tp, experts = cfg->experts.value[layer];
+  int64_t hidden = cfg->hidden, inner = config_inner(cfg), width = hidden / tp;
+  products(o, tokens, hidden, 3 * width);
+  products(o, tokens, width, hidden);
+  int64_t rows = experts ? tokens / tp * cfg->topk : tokens, part = experts ? inner / cfg->etp : inner / tp;
+  int local = experts ? experts / config_layer_ep(cfg, layer, model->ranks->nranks) : 1;
+  if (experts) rows *= cfg->etp; /* from the neighbours that hold the other shards */
+  for (int e = 0; e < local; e++) {
+    int64_t share = rows * (e + 1) / local - rows * e / local;
+    products(o, share, hidden, part);
+    products(o, share, part, hidden);
   }
-  products(o, tokens, hidden, model->vocab);
+  if (!experts || cfg->residual == PMOE_MIX_NONE) return;
+  products(o, tokens, hidden, inner / tp);
+  products(o, tokens, inner / tp, hidden);
+}
+
+static void run(const struct lm_model *model, const struct operands *o, int64_t tokens) {
+  for (int c = 0; c < model->num_chunks; c++) {
+    const struct lm_chunk *chunk = &model->chunks[c];
+    for (int i = 0; i < chunk->num_layers; i++) layer_products(model, o, chunk->first_layer + i, tokens);
+    if (chunk->final_norm_weight) products(o, tokens / model->ranks->at.tp, model->cfg.hidden, model->vocab);
+  }
 }
 
 static int compare(const void *a, const void *b) {
@@ -54,7 +61,7 @@ struct lm_floor gemm_floor(struct lm_model *model, int micro_batches) {
   int64_t tokens = model->acts->max_tokens, hidden = cfg->hidden, widest = config_inner(cfg);
   if (widest < 3 * hidden) widest = 3 * hidden;
   if (widest < model->vocab) widest = model->vocab;
-  int64_t rows = tokens * (cfg->topk > 1 ? cfg->topk : 1);
+  int64_t rows = tokens * cfg->topk * cfg->etp;
   struct operands o = {lm_alloc((size_t)(rows * widest), sizeof(float)),
                        lm_alloc((size_t)(hidden * widest), sizeof(float)),
                        lm_alloc((size_t)(rows * widest), sizeof(float))};

@@ -1,4 +1,4 @@
-/* Building a model: its list of parameters, their first values, its pmoe objects. */
+/* Building a rank's part of a model: its list of parameters, their first values, its pmoe objects. */
 #include "model.h"
 
 #include <math.h>
@@ -9,20 +9,21 @@
 
 #include "bf16.h"
 #include "layers.h"
+#include "moe.h"
 
-enum { MOST_PARAMS_PER_LAYER = 24 };
+enum { MOST_PARAMS_PER_LAYER = 24, MOST_PARAMS_OUTSIDE = 5, FIRST_LAYER_ORDER = 64 };
 
-static struct lm_param *add_param(struct lm_model *model, pmoe_dtype dtype, int64_t rows, int64_t cols,
-                                  const char *format, ...) __attribute__((format(printf, 5, 6)));
+static struct lm_param *add_param(struct lm_model *model, int order, pmoe_dtype dtype, int64_t rows, int64_t cols,
+                                  const char *format, ...) __attribute__((format(printf, 6, 7)));
 
-/* A dense parameter [rows, cols], or [rows] if cols is 0. Matrices decay. */
-static struct lm_param *add_param(struct lm_model *model, pmoe_dtype dtype, int64_t rows, int64_t cols,
+/* A dense parameter [rows, cols], or [rows] if cols is 0, whole on each rank of the stage. Matrices decay. */
+static struct lm_param *add_param(struct lm_model *model, int order, pmoe_dtype dtype, int64_t rows, int64_t cols,
                                   const char *format, ...) {
   struct lm_param *p = &model->params[model->num_params++];
-  *p =
-      (struct lm_param){.dtype = dtype, .ndim = cols ? 2 : 1, .shape = {rows, cols}, .numel = rows * (cols ? cols : 1)};
-  p->first_expert = -1;
-  p->first_copy = model->ranks->rank == 0;
+  *p = (struct lm_param){.order = order, .dtype = dtype, .ndim = cols ? 2 : 1, .shape = {rows, cols}};
+  p->numel = rows * (cols ? cols : 1);
+  p->first_expert = p->shard_dim = -1;
+  p->counted = model->ranks->at.tp_rank == 0;
   p->decay = cols > 0;
   va_list args;
   va_start(args, format);
@@ -31,101 +32,123 @@ static struct lm_param *add_param(struct lm_model *model, pmoe_dtype dtype, int6
   return p;
 }
 
-static void add_block_params(struct lm_model *model, int l) {
-  struct lm_layer *layer = &model->layers[l];
-  int hidden = model->cfg.hidden;
-  layer->norm1_weight = add_param(model, PMOE_F32, hidden, 0, "layers.%d.norm1.weight", l);
-  layer->norm1_bias = add_param(model, PMOE_F32, hidden, 0, "layers.%d.norm1.bias", l);
-  layer->qkv_weight = add_param(model, PMOE_F32, 3 * hidden, hidden, "layers.%d.attention.qkv.weight", l);
-  layer->qkv_bias = add_param(model, PMOE_F32, 3 * hidden, 0, "layers.%d.attention.qkv.bias", l);
-  layer->proj_weight = add_param(model, PMOE_F32, hidden, hidden, "layers.%d.attention.proj.weight", l);
-  layer->proj_bias = add_param(model, PMOE_F32, hidden, 0, "layers.%d.attention.proj.bias", l);
-  layer->norm2_weight = add_param(model, PMOE_F32, hidden, 0, "layers.%d.norm2.weight", l);
-  layer->norm2_bias = add_param(model, PMOE_F32, hidden, 0, "layers.%d.norm2.bias", l);
+/* Spreads p over TP. */
+static struct lm_param *spread(struct lm_model *model, struct lm_param *p, int dim, int blocks) {
+  const struct lm_layout *at = &model->ranks->at;
+  param_shard(p, dim, blocks, at->tp, at->tp_rank);
+  p->sum = at->tp > 1 ? LM_SUM_DENSE_DP : LM_SUM_STAGE;
+  p->counted = 1;
+  return p;
 }
 
-static pmoe_experts_config experts_config(const struct lm_config *cfg) {
-  pmoe_experts_config experts = PMOE_CONFIG_INIT(pmoe_experts_config);
-  experts.inner = config_inner(cfg);
-  experts.act = PMOE_ACT_GELU;
-  experts.bias = 1;
-  experts.dtype = cfg->dtype;
-  experts.grad_dtype = PMOE_F32;
-  return experts;
+/* The bias of a sum of shards: the first shard adds it. */
+static struct lm_param *give_first(struct lm_model *model, struct lm_param *p) {
+  const struct lm_layout *at = &model->ranks->at;
+  if (at->tp_rank > 0) p->shape[0] = p->numel = 0;
+  p->sum = at->tp > 1 ? LM_SUM_DENSE_DP : LM_SUM_STAGE;
+  return p;
+}
+
+/* A layer norm's: without sequence parallelism the ranks of a TP group norm the same rows and have the same gradient.
+ */
+static struct lm_param *add_norm(struct lm_model *model, int order, int l, const char *name) {
+  struct lm_param *p = add_param(model, order, PMOE_F32, model->cfg.hidden, 0, "layers.%d.%s", l, name);
+  p->sum = model->ranks->at.tp > 1 && !model->ranks->at.sp ? LM_SUM_DENSE_DP : LM_SUM_STAGE;
+  return p;
+}
+
+static int first_order(int l) { return FIRST_LAYER_ORDER * (l + 1); }
+
+static void add_block_params(struct lm_model *model, int l) {
+  struct lm_layer *layer = &model->layers[l];
+  int hidden = model->cfg.hidden, at = first_order(l);
+  layer->norm1_weight = add_norm(model, at, l, "norm1.weight");
+  layer->norm1_bias = add_norm(model, at + 1, l, "norm1.bias");
+  layer->qkv_weight =
+      spread(model, add_param(model, at + 2, PMOE_F32, 3 * hidden, hidden, "layers.%d.attention.qkv.weight", l), 0, 3);
+  layer->qkv_bias =
+      spread(model, add_param(model, at + 3, PMOE_F32, 3 * hidden, 0, "layers.%d.attention.qkv.bias", l), 0, 3);
+  layer->proj_weight =
+      spread(model, add_param(model, at + 4, PMOE_F32, hidden, hidden, "layers.%d.attention.proj.weight", l), 1, 1);
+  layer->proj_bias =
+      give_first(model, add_param(model, at + 5, PMOE_F32, hidden, 0, "layers.%d.attention.proj.bias", l));
+  layer->norm2_weight = add_norm(model, at + 6, l, "norm2.weight");
+  layer->norm2_bias = add_norm(model, at + 7, l, "norm2.bias");
 }
 
 /* A dense MLP is a pmoe_experts with one expert, so that both kinds of layer run the same code. */
 static void add_mlp(struct lm_model *model, int l) {
   struct lm_layer *layer = &model->layers[l];
   const struct lm_config *cfg = &model->cfg;
-  int hidden = cfg->hidden, inner = config_inner(cfg);
-  layer->fc1_weight = add_param(model, cfg->dtype, inner, hidden, "layers.%d.mlp.fc1.weight", l);
-  layer->fc1_bias = add_param(model, cfg->dtype, inner, 0, "layers.%d.mlp.fc1.bias", l);
-  layer->fc2_weight = add_param(model, cfg->dtype, hidden, inner, "layers.%d.mlp.fc2.weight", l);
-  layer->fc2_bias = add_param(model, cfg->dtype, hidden, 0, "layers.%d.mlp.fc2.bias", l);
-  pmoe_experts_config experts = experts_config(cfg);
+  int hidden = cfg->hidden, inner = config_inner(cfg), at = first_order(l) + 8;
+  layer->fc1_weight =
+      spread(model, add_param(model, at, cfg->dtype, inner, hidden, "layers.%d.mlp.fc1.weight", l), 0, 1);
+  layer->fc1_bias = spread(model, add_param(model, at + 1, cfg->dtype, inner, 0, "layers.%d.mlp.fc1.bias", l), 0, 1);
+  layer->fc2_weight =
+      spread(model, add_param(model, at + 2, cfg->dtype, hidden, inner, "layers.%d.mlp.fc2.weight", l), 1, 1);
+  layer->fc2_bias = give_first(model, add_param(model, at + 3, cfg->dtype, hidden, 0, "layers.%d.mlp.fc2.bias", l));
+  pmoe_experts_config experts = mlp_config(cfg, inner / model->ranks->at.tp);
   LM_TRY(pmoe_experts_create(model->ranks->ctx, hidden, 1, &experts, &layer->mlp));
 }
 
-static void create_moe(struct lm_model *model, int l, int ep) {
-  const struct lm_config *cfg = &model->cfg;
-  pmoe_gate_config gate = PMOE_CONFIG_INIT(pmoe_gate_config);
-  gate.num_experts = cfg->experts.value[l];
-  gate.top_k = cfg->topk;
-  gate.norm = cfg->topk > 1 ? PMOE_NORM_AFTER_DROP : PMOE_NORM_NONE;
-  gate.capacity_factor = gate.eval_capacity_factor = cfg->capacity;
-  gate.aux_coef = cfg->aux;
-  gate.z_coef = cfg->z;
-  pmoe_experts_config experts = experts_config(cfg);
-  pmoe_residual_config residual = PMOE_CONFIG_INIT(pmoe_residual_config);
-  residual.mix = cfg->residual;
-  residual.inner = experts.inner;
-  residual.act = experts.act;
-  residual.bias = experts.bias;
-  pmoe_layer_config layer = PMOE_CONFIG_INIT(pmoe_layer_config);
-  layer.hidden = cfg->hidden;
-  layer.layer_id = l;
-  layer.ep = ep;
-  layer.gate = &gate;
-  layer.experts = &experts;
-  layer.residual = cfg->residual == PMOE_MIX_NONE ? NULL : &residual;
-  LM_TRY(pmoe_layer_create(model->ranks->ctx, model->ranks->topology, &layer, &model->layers[l].moe));
-  pmoe_stash_config stash = PMOE_CONFIG_INIT(pmoe_stash_config);
-  stash.max_tokens = (int64_t)cfg->micro * cfg->context;
-  LM_TRY(pmoe_stash_create(model->layers[l].moe, &stash, NULL, 0, &model->layers[l].stash));
+/* One of those that hold the same values. */
+static int is_first_copy(struct lm_model *model, const pmoe_param *info, int ep) {
+  pmoe_comm *experts, *copies = model->ranks->stage;
+  LM_TRY(pmoe_topology_groups(model->ranks->topology, ep, NULL, &experts, NULL));
+  if (info->reduce_group == PMOE_GROUP_EXPERT_DP) copies = experts;
+  if (info->reduce_group == PMOE_GROUP_DENSE_DP) copies = model->ranks->dense_dp;
+  return pmoe_comm_rank(copies) == 0;
 }
 
 static void add_moe(struct lm_model *model, int l) {
   struct lm_layer *layer = &model->layers[l];
   int ep = config_layer_ep(&model->cfg, l, model->ranks->nranks);
-  create_moe(model, l, ep);
-  layer->experts = model->cfg.experts.value[l];
-  layer->first_listed = model->num_experts_listed;
-  model->num_experts_listed += layer->experts;
-  pmoe_comm *copies;
-  LM_TRY(pmoe_topology_groups(model->ranks->topology, ep, NULL, &copies, NULL));
+  struct lm_moe_config config;
+  moe_config(&config, &model->cfg, l, ep);
+  LM_TRY(pmoe_layer_create(model->ranks->ctx, model->ranks->topology, &config.layer, &layer->moe));
   for (int i = 0; i < pmoe_layer_num_params(layer->moe); i++) {
     pmoe_param info = PMOE_CONFIG_INIT(pmoe_param);
     LM_TRY(pmoe_layer_param(layer->moe, i, &info));
-    struct lm_param *p = add_param(model, info.dtype, 1, 0, "layers.%d.moe.%s", l, info.name);
+    struct lm_param *p = add_param(model, first_order(l) + 8 + i, info.dtype, 1, 0, "layers.%d.moe.%s", l, info.name);
     p->ndim = info.ndim;
     memcpy(p->shape, info.shape, sizeof p->shape);
     p->numel = info.numel;
     p->decay = strstr(info.name, ".weight") != NULL;
-    p->in_moe = 1;
+    p->sum = LM_SUM_LAYER;
     p->first_expert = info.first_expert;
-    if (info.first_expert < 0) continue;
-    p->num_global_experts = layer->experts;
-    p->first_copy = pmoe_comm_rank(copies) == 0;
+    p->num_global_experts = info.first_expert < 0 ? 0 : layer->experts;
+    p->shard_dim = info.shard_dim;
+    p->shard_first = info.shard_first, p->shard_count = info.shard_count, p->shard_total = info.shard_total;
+    p->first_copy = is_first_copy(model, &info, ep);
   }
 }
 
-/* Gradients outside pmoe layers lie in one block, which one sum over the ranks serves. */
+/* Whether this stage is first or last; both when there is one. The table of the last is a copy of the first's. */
+static void add_outside_params(struct lm_model *model) {
+  const struct lm_config *cfg = &model->cfg;
+  struct lm_chunk *first = &model->chunks[0], *last = &model->chunks[model->num_chunks - 1];
+  if (first->stage > 0 && last->stage < last->num_stages - 1) return;
+  struct lm_param *table = add_param(model, 0, PMOE_F32, model->vocab, cfg->hidden, "embedding.token.weight");
+  if (first->stage == 0) {
+    first->token_table = table;
+    first->position_table = add_param(model, 1, PMOE_F32, cfg->context, cfg->hidden, "embedding.position.weight");
+  } else table->counted = 0;
+  if (last->stage < last->num_stages - 1) return;
+  last->token_table = table;
+  last->final_norm_weight = add_param(model, 2, PMOE_F32, cfg->hidden, 0, "final_norm.weight");
+  last->final_norm_bias = add_param(model, 3, PMOE_F32, cfg->hidden, 0, "final_norm.bias");
+}
+
+/* Gradients outside pmoe layers lie in blocks, each of which one sum over the ranks serves. */
 static void give_memory(struct lm_model *model) {
-  for (int i = 0; i < model->num_params; i++)
-    if (!model->params[i].in_moe) model->dense_numel += model->params[i].numel;
-  model->dense_grad = lm_alloc((size_t)model->dense_numel, sizeof(float));
-  float *next = model->dense_grad;
+  int64_t total = 0;
+  for (int i = 0; i < model->num_params; i++) {
+    if (model->params[i].sum == LM_SUM_LAYER) continue;
+    model->dense_numel[model->params[i].sum] += model->params[i].numel;
+    total += model->params[i].numel;
+  }
+  model->dense_grad = lm_alloc((size_t)total, sizeof(float));
+  float *next[LM_SUM_LAYER] = {model->dense_grad, model->dense_grad + model->dense_numel[LM_SUM_STAGE]};
   for (int i = 0; i < model->num_params; i++) {
     struct lm_param *p = &model->params[i];
     size_t n = (size_t)p->numel;
@@ -133,8 +156,10 @@ static void give_memory(struct lm_model *model) {
     p->adam_m = lm_alloc(n, sizeof(float));
     p->adam_v = lm_alloc(n, sizeof(float));
     p->data = p->dtype == PMOE_F32 ? p->master : lm_alloc(n, pmoe_dtype_size(p->dtype));
-    p->grad = p->in_moe ? lm_alloc(n, sizeof(float)) : next;
-    if (!p->in_moe) next += p->numel;
+    p->grad = p->sum == LM_SUM_LAYER ? lm_alloc(n, sizeof(float)) : next[p->sum];
+    if (p->sum == LM_SUM_LAYER) continue;
+    next[p->sum] += p->numel;
+    p->first_copy = p->counted && pmoe_comm_rank(model->ranks->dense_dp) == 0;
   }
 }
 
@@ -145,21 +170,6 @@ static void bind_moe(struct lm_model *model, int first, pmoe_layer *moe) {
 }
 
 /* ---- first values ---- */
-
-static uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-/* normal(0, std) by Box and Muller; a number depends on seed, parameter and place alone. */
-static void fill_normal(float *to, int64_t n, uint64_t key, float std) {
-  for (int64_t i = 0; i < n; i++) {
-    uint64_t word = mix(key + 0x9e3779b97f4a7c15u * (uint64_t)(i + 1));
-    double radius = sqrt(-2.0 * log(((double)(word >> 32) + 0.5) / 4294967296.0));
-    to[i] = std * (float)(radius * cos(6.283185307179586 * (double)(word & 0xffffffff) / 4294967296.0));
-  }
-}
 
 static int ends_with(const char *text, const char *end) {
   size_t length = strlen(text), tail = strlen(end);
@@ -173,8 +183,8 @@ static void init_params(struct lm_model *model) {
     if (model->layers[l].moe) LM_TRY(pmoe_layer_init_params(model->layers[l].moe, cfg->seed, std));
   for (int i = 0; i < model->num_params; i++) {
     struct lm_param *p = &model->params[i];
-    if (p->in_moe) to_f32(p->master, p->data, p->dtype, p->numel);
-    else if (p->decay) fill_normal(p->master, p->numel, mix(mix(cfg->seed + 1) + (uint64_t)i), std);
+    if (p->sum == LM_SUM_LAYER) to_f32(p->master, p->data, p->dtype, p->numel);
+    else if (p->decay) param_fill_normal(p, cfg->seed, std);
     else if (ends_with(p->name, ".weight"))
       for (int64_t j = 0; j < p->numel; j++) p->master[j] = 1.0f;
     /* What is added to the residual stream starts smaller, so that the stream's variance does not grow with depth. */
@@ -193,27 +203,52 @@ void model_round_params(struct lm_model *model) {
 
 /* ---- life ---- */
 
+static void cut_into_chunks(struct lm_model *model) {
+  const struct lm_list *stages = &model->cfg.stages;
+  int pp = model->ranks->at.pp;
+  model->num_chunks = stages->count / pp;
+  model->chunks = lm_alloc((size_t)model->num_chunks, sizeof *model->chunks);
+  for (int v = 0, first = 0; v < stages->count; first += stages->value[v++])
+    if (v % pp == model->ranks->at.pp_rank)
+      model->chunks[v / pp] = (struct lm_chunk){
+          .stage = v, .num_stages = stages->count, .first_layer = first, .num_layers = stages->value[v]};
+}
+
+static void list_experts(struct lm_model *model) {
+  for (int l = 0; l < model->cfg.layers; l++) {
+    model->layers[l].experts = model->cfg.experts.value[l];
+    model->layers[l].first_listed = model->num_experts_listed;
+    model->num_experts_listed += model->layers[l].experts;
+  }
+}
+
+static void add_layers(struct lm_model *model, int *first_moe_param) {
+  for (int c = 0; c < model->num_chunks; c++)
+    for (int i = 0; i < model->chunks[c].num_layers; i++) {
+      int l = model->chunks[c].first_layer + i;
+      add_block_params(model, l);
+      first_moe_param[l] = model->num_params;
+      if (model->layers[l].experts > 0) add_moe(model, l);
+      else add_mlp(model, l);
+    }
+}
+
 struct lm_model *model_create(const struct lm_config *cfg, int vocab, struct lm_ranks *ranks) {
   struct lm_model *model = lm_alloc(1, sizeof *model);
   model->cfg = *cfg;
   model->vocab = vocab;
   model->ranks = ranks;
   model->layers = lm_alloc((size_t)cfg->layers, sizeof *model->layers);
-  model->params = lm_alloc((size_t)(cfg->layers * MOST_PARAMS_PER_LAYER + 4), sizeof *model->params);
-  add_param(model, PMOE_F32, vocab, cfg->hidden, "embedding.token.weight");
-  add_param(model, PMOE_F32, cfg->context, cfg->hidden, "embedding.position.weight");
-  add_param(model, PMOE_F32, cfg->hidden, 0, "final_norm.weight");
-  add_param(model, PMOE_F32, cfg->hidden, 0, "final_norm.bias");
+  model->params = lm_alloc((size_t)(cfg->layers * MOST_PARAMS_PER_LAYER + MOST_PARAMS_OUTSIDE), sizeof *model->params);
   int first_moe_param[LM_MAX_LAYERS];
-  for (int l = 0; l < cfg->layers; l++) {
-    add_block_params(model, l);
-    first_moe_param[l] = model->num_params;
-    if (cfg->experts.value[l] > 0) add_moe(model, l);
-    else add_mlp(model, l);
-  }
+  cut_into_chunks(model);
+  list_experts(model);
+  add_outside_params(model);
+  add_layers(model, first_moe_param);
   give_memory(model);
   for (int l = 0; l < cfg->layers; l++)
     if (model->layers[l].moe) bind_moe(model, first_moe_param[l], model->layers[l].moe);
+  catalog_make(&model->catalog, model->params, model->num_params, ranks);
   init_params(model);
   model->acts = acts_create(model);
   return model;
@@ -222,20 +257,21 @@ struct lm_model *model_create(const struct lm_config *cfg, int vocab, struct lm_
 void model_destroy(struct lm_model *model) {
   acts_destroy(model);
   for (int l = 0; l < model->cfg.layers; l++) {
-    pmoe_stash_destroy(model->layers[l].stash);
     pmoe_layer_destroy(model->layers[l].moe);
     pmoe_experts_destroy(model->layers[l].mlp);
   }
   for (int i = 0; i < model->num_params; i++) {
     struct lm_param *p = &model->params[i];
     if (p->data != p->master) free(p->data);
-    if (p->in_moe) free(p->grad);
+    if (p->sum == LM_SUM_LAYER) free(p->grad);
     free(p->master);
     free(p->adam_m);
     free(p->adam_v);
   }
+  catalog_free(&model->catalog);
   free(model->dense_grad);
   free(model->params);
+  free(model->chunks);
   free(model->layers);
   free(model);
 }

@@ -10,15 +10,19 @@
 enum { NUMBERS_PER_TASK = 1 << 14 };
 static const float beta1 = 0.9f, beta2 = 0.95f, epsilon = 1e-8f;
 
+static int64_t dense_numel(const struct lm_model *model) {
+  return model->dense_numel[LM_SUM_STAGE] + model->dense_numel[LM_SUM_DENSE_DP];
+}
+
 void gradients_zero(struct lm_model *model) {
-  memset(model->dense_grad, 0, (size_t)model->dense_numel * sizeof(float));
+  memset(model->dense_grad, 0, (size_t)dense_numel(model) * sizeof(float));
   for (int i = 0; i < model->num_params; i++) {
     struct lm_param *p = &model->params[i];
-    if (p->in_moe) memset(p->grad, 0, (size_t)p->numel * sizeof(float));
+    if (p->sum == LM_SUM_LAYER) memset(p->grad, 0, (size_t)p->numel * sizeof(float));
   }
 }
 
-/* ---- over the dense block ---- */
+/* ---- dense gradients ---- */
 
 struct dense_job {
   float *grad, scale;
@@ -52,27 +56,51 @@ static void square_task(void *arg, int64_t index, int thread) {
   job->partial[index] = square_numbers(job->grad + range.begin, range.end - range.begin);
 }
 
+/* The first and the last stage hold a copy of the token table each: one embeds with it, the other is the head. */
+static void sum_table(struct lm_model *model) {
+  const struct lm_param *table = NULL;
+  if (!model->ranks->ends) return;
+  for (int c = 0; c < model->num_chunks; c++)
+    if (model->chunks[c].token_table) table = model->chunks[c].token_table;
+  LM_TRY(pmoe_comm_allreduce(model->ranks->ends, table->grad, table->numel, PMOE_F32));
+}
+
 void gradients_reduce(struct lm_model *model, float scale) {
-  LM_TRY(pmoe_comm_allreduce(model->ranks->world, model->dense_grad, model->dense_numel, PMOE_F32));
-  struct dense_job job = {.grad = model->dense_grad, .scale = scale, .n = model->dense_numel};
+  const int64_t *numel = model->dense_numel;
+  LM_TRY(pmoe_comm_allreduce(model->ranks->stage, model->dense_grad, numel[LM_SUM_STAGE], PMOE_F32));
+  if (model->ranks->at.tp > 1)
+    LM_TRY(pmoe_comm_allreduce(model->ranks->dense_dp, model->dense_grad + numel[LM_SUM_STAGE], numel[LM_SUM_DENSE_DP],
+                               PMOE_F32));
+  struct dense_job job = {.grad = model->dense_grad, .scale = scale, .n = dense_numel(model)};
   lm_parallel(lm_num_blocks(job.n, NUMBERS_PER_TASK), scale_task, &job);
+  sum_table(model);
   for (int l = 0; l < model->cfg.layers; l++)
     if (model->layers[l].moe) LM_TRY(pmoe_layer_reduce_grads(model->layers[l].moe, scale, NULL));
 }
 
-double gradients_norm(struct lm_model *model) {
-  int64_t tasks = lm_num_blocks(model->dense_numel, NUMBERS_PER_TASK);
-  struct dense_job job = {.grad = model->dense_grad, .n = model->dense_numel};
+static double sum_of_squares(const struct lm_param *p) {
+  int64_t tasks = lm_num_blocks(p->numel, NUMBERS_PER_TASK);
+  struct dense_job job = {.grad = p->grad, .n = p->numel};
   job.partial = lm_alloc((size_t)tasks, sizeof *job.partial);
   lm_parallel(tasks, square_task, &job);
   double sum = 0;
   for (int64_t i = 0; i < tasks; i++) sum += job.partial[i];
   free(job.partial);
+  return sum;
+}
+
+double gradients_norm(struct lm_model *model) {
+  double sum = 0;
+  for (int i = 0; i < model->num_params; i++) {
+    const struct lm_param *p = &model->params[i];
+    if (p->sum != LM_SUM_LAYER && p->counted) sum += sum_of_squares(p);
+  }
   for (int l = 0; l < model->cfg.layers; l++) {
     double layer = 0;
     if (model->layers[l].moe) LM_TRY(pmoe_layer_grad_sumsq(model->layers[l].moe, &layer, NULL));
-    sum += layer;
+    if (model->ranks->at.tp_rank == 0) sum += layer;
   }
+  ranks_sum(model->ranks->model, &sum, 1);
   return sqrt(sum);
 }
 

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,12 +20,13 @@ static const char metrics_header[] = "step,tokens,loss,aux_loss,z_loss,held_out_
 static const char experts_header[] = "step,layer,expert,share\n";
 
 static const char *const part_names[LM_NUM_PARTS] = {
-    [LM_PART_DATA] = "reading data",      [LM_PART_EMBEDDING] = "embedding",
-    [LM_PART_NORM] = "layer norms",       [LM_PART_LINEAR] = "attention's linear layers",
-    [LM_PART_ATTENTION] = "attention",    [LM_PART_MLP] = "dense MLPs (pmoe experts)",
-    [LM_PART_MOE] = "MoE layers (pmoe)",  [LM_PART_HEAD] = "head and loss",
-    [LM_PART_EXCHANGE] = "gradient sums", [LM_PART_OPTIMIZER] = "optimizer",
-    [LM_PART_EVALUATION] = "evaluation",  [LM_PART_REPORT] = "reports and checkpoints",
+    [LM_PART_DATA] = "reading data",          [LM_PART_EMBEDDING] = "embedding",
+    [LM_PART_NORM] = "layer norms",           [LM_PART_LINEAR] = "attention's linear layers",
+    [LM_PART_ATTENTION] = "attention",        [LM_PART_MLP] = "dense MLPs (pmoe experts)",
+    [LM_PART_MOE] = "MoE layers (pmoe)",      [LM_PART_HEAD] = "head and loss",
+    [LM_PART_SHARDS] = "sums over tp and cp", [LM_PART_PIPELINE] = "waiting for other stages",
+    [LM_PART_EXCHANGE] = "gradient sums",     [LM_PART_OPTIMIZER] = "optimizer",
+    [LM_PART_EVALUATION] = "evaluation",      [LM_PART_REPORT] = "reports and checkpoints",
 };
 
 struct lm_report {
@@ -50,6 +52,7 @@ static FILE *open_rows(const char *folder, const char *name, const char *header,
   snprintf(path, sizeof path, "%s/%s", folder, name);
   snprintf(kept, sizeof kept, "%s.kept", path);
   FILE *old = first_step > 0 ? fopen(path, "r") : NULL, *file = fopen(old ? kept : path, "w");
+  if (file) setvbuf(file, NULL, _IOLBF, BUFSIZ); /* rows are there to be read while the run goes on */
   if (file && old) copy_rows(old, file, first_step);
   if (old) fclose(old);
   if (file && !old) fputs(header, file);
@@ -58,8 +61,15 @@ static FILE *open_rows(const char *folder, const char *name, const char *header,
     file = NULL;
   }
   if (!file) lm_error_set(err, "%s: %s", path, strerror(errno));
-  else setvbuf(file, NULL, _IOLBF, BUFSIZ); /* rows are there to be read while the run goes on */
   return file;
+}
+
+static int holds_run(const struct lm_config *cfg, struct lm_error *err) {
+  char path[LM_MAX_PATH + 32];
+  snprintf(path, sizeof path, "%s/metrics.csv", cfg->out);
+  if (*cfg->resume || cfg->overwrite || access(path, F_OK)) return 0;
+  lm_error_set(err, "%s is another run's; --resume, --overwrite or another --out was expected", path);
+  return 1;
 }
 
 struct lm_report *report_open(const struct lm_config *cfg, int64_t first_step, struct lm_error *err) {
@@ -67,6 +77,7 @@ struct lm_report *report_open(const struct lm_config *cfg, int64_t first_step, s
     lm_error_set(err, "out %s: %s", cfg->out, strerror(errno));
     return NULL;
   }
+  if (holds_run(cfg, err)) return NULL;
   struct lm_report *report = lm_alloc(1, sizeof *report);
   report->cfg = *cfg;
   report->first_step = first_step;
@@ -102,6 +113,24 @@ static void write_experts(struct lm_report *report, const struct lm_step_report 
   }
 }
 
+/* A run whose record is lost had better end. */
+static void check_file(const struct lm_report *report, FILE *file, const char *name) {
+  int failed = fflush(file);
+  const char *why = failed ? strerror(errno) : "could not be written";
+  if (failed || ferror(file)) lm_fatal("%s/%s: %s", report->cfg.out, name, why);
+}
+
+static void check_files(const struct lm_report *report) {
+  check_file(report, report->metrics, "metrics.csv");
+  check_file(report, report->experts, "experts.csv");
+}
+
+static void flush_output(void) {
+  int failed = fflush(stdout);
+  const char *why = failed ? strerror(errno) : "could not be written";
+  if (failed || ferror(stdout)) lm_fatal("standard output: %s", why);
+}
+
 /* ---- lines ---- */
 
 static void end_line(struct lm_report *report) {
@@ -116,14 +145,13 @@ void report_line(struct lm_report *report, const char *format, ...) {
   vprintf(format, args);
   va_end(args);
   putchar('\n');
-  fflush(stdout);
+  flush_output();
 }
 
 void report_flush(struct lm_report *report) {
   end_line(report);
-  fflush(stdout);
-  fflush(report->metrics);
-  fflush(report->experts);
+  flush_output();
+  check_files(report);
 }
 
 static void format_rate(char text[16], double rate) {
@@ -143,10 +171,18 @@ static void fit_terminal(char *line) {
   if (strlen(line) > columns) line[columns] = 0;
 }
 
+/* Whether a line would not wait for its reader. An mpirun that ends reads no more from the terminals that it gives, and
+ * training would stop short of its checkpoint. */
+static int takes_output(void) {
+  struct pollfd output = {.fd = STDOUT_FILENO, .events = POLLOUT};
+  return poll(&output, 1, 0) != 0;
+}
+
 static void print_progress(struct lm_report *report, const struct lm_step_report *s) {
   int64_t every = (report->cfg.steps + PLAIN_LINES - 1) / PLAIN_LINES;
   int last = s->step == report->cfg.steps;
   if (!report->terminal && s->step != 1 && !last && s->step % every != 0) return;
+  if (report->terminal && !last && !takes_output()) return;
   char rate[16], held_out[16] = "-", line[MOST_LINE];
   format_rate(rate, report->rate);
   if (!isnan(report->held_out)) snprintf(held_out, sizeof held_out, "%.3f", report->held_out);
@@ -160,7 +196,7 @@ static void print_progress(struct lm_report *report, const struct lm_step_report
   if (report->terminal) printf("\r\033[K%s", line);
   else printf("%s\n", line);
   report->line_open = report->terminal;
-  fflush(stdout);
+  flush_output();
 }
 
 void report_step(struct lm_report *report, const struct lm_step_report *s) {
@@ -169,20 +205,39 @@ void report_step(struct lm_report *report, const struct lm_step_report *s) {
   if (!isnan(s->held_out)) report->held_out = s->held_out;
   write_metrics(report, s);
   write_experts(report, s);
+  check_files(report);
   print_progress(report, s);
 }
 
 /* ---- beginning and end ---- */
+
+static int stage_of(const struct lm_config *cfg, int layer) {
+  int v = 0;
+  for (int end = cfg->stages.value[0]; layer >= end; end += cfg->stages.value[v]) v++;
+  return v % cfg->pp;
+}
+
+static void print_layout(const struct lm_layout *at, const struct lm_config *cfg) {
+  static const char *const orders[] = {"1F1B", "interleaved", "GPipe"};
+  if (at->tp * at->cp * at->pp == 1) return;
+  printf("layout   data %d, tensor %d%s, context %d, pipeline %d", at->dp, at->tp, at->sp ? " with sequences" : "",
+         at->cp, at->pp);
+  if (at->pp > 1) printf(" (%s)", orders[cfg->schedule]);
+  putchar('\n');
+}
 
 static void print_layers(const struct lm_model *model) {
   const struct lm_config *cfg = &model->cfg;
   static const char *const mixes[] = {"", ", learned residual", ", shared MLP", ", gated shared MLP"};
   for (int l = 0; l < cfg->layers; l++) {
     int experts = cfg->experts.value[l];
-    if (experts == 0) printf("  layer %d  dense MLP\n", l);
+    if (experts == 0) printf("  layer %d  dense MLP", l);
     else
-      printf("  layer %d  %d experts, top %d%s, expert parallel %d\n", l, experts, cfg->topk, mixes[cfg->residual],
+      printf("  layer %d  %d experts, top %d%s, expert parallel %d", l, experts, cfg->topk, mixes[cfg->residual],
              config_layer_ep(cfg, l, model->ranks->nranks));
+    if (experts > 0 && cfg->etp > 1) printf(" x %d", cfg->etp);
+    if (cfg->pp > 1) printf(", stage %d", stage_of(cfg, l));
+    putchar('\n');
   }
 }
 
@@ -190,10 +245,9 @@ void report_start(struct lm_report *report, const struct lm_model *model, int64_
                   int64_t held_out_tokens) {
   const struct lm_config *cfg = &model->cfg;
   double params = 0;
-  for (int i = 0; i < model->num_params; i++) {
-    const struct lm_param *p = &model->params[i];
-    double share = p->num_global_experts && p->shape[0] ? (double)p->num_global_experts / (double)p->shape[0] : 1;
-    params += (double)p->numel * share;
+  for (int i = 0; i < model->catalog.count; i++) {
+    const struct lm_entry *entry = &model->catalog.entry[i];
+    params += (double)entry->unit_numel * (entry->experts > 0 ? entry->experts : 1);
   }
   pmoe_gemm_info gemm = PMOE_CONFIG_INIT(pmoe_gemm_info);
   LM_TRY(pmoe_ctx_gemm_info(model->ranks->ctx, &gemm));
@@ -204,13 +258,20 @@ void report_start(struct lm_report *report, const struct lm_model *model, int64_
          (long long)held_out_tokens);
   printf("ranks    %d (%s), %d thread%s each; %s\n", model->ranks->nranks, pmoe_comm_transport(model->ranks->world),
          model->ranks->threads, model->ranks->threads == 1 ? "" : "s", gemm.library);
+  print_layout(&model->ranks->at, cfg);
   if (gemm.warning) printf("warning  %s\n", gemm.warning);
   printf("run      %s, steps %lld to %d of %d sequences\n", cfg->out, (long long)report->first_step + 1, cfg->steps,
          cfg->batch);
   if (model->num_experts_listed > 0) printf("         load: tokens of the fullest expert over the mean\n");
   putchar('\n');
-  fflush(stdout);
+  flush_output();
   report->started = lm_now();
+}
+
+void report_changes(struct lm_report *report, const char *changes, int text_is_new) {
+  for (const char *line = changes; *line; line += strcspn(line, "\n") + 1)
+    report_line(report, "resume   %.*s", (int)strcspn(line, "\n"), line);
+  if (text_is_new) report_line(report, "resume   the text is another than until now");
 }
 
 static void print_times(const struct lm_report *report, const struct lm_model *model) {
@@ -238,7 +299,7 @@ void report_summary(struct lm_report *report, const struct lm_model *model, cons
 
 void report_close(struct lm_report *report) {
   report_flush(report);
-  if (fclose(report->metrics)) fprintf(stderr, "train_lm: metrics.csv: %s\n", strerror(errno));
-  if (fclose(report->experts)) fprintf(stderr, "train_lm: experts.csv: %s\n", strerror(errno));
+  if (fclose(report->metrics)) lm_fatal("%s/metrics.csv: %s", report->cfg.out, strerror(errno));
+  if (fclose(report->experts)) lm_fatal("%s/experts.csv: %s", report->cfg.out, strerror(errno));
   free(report);
 }

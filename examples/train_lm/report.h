@@ -36,11 +36,15 @@ struct lm_summary {
 
 struct lm_report;
 
-/* Opens the files in cfg->out, which is made if absent. Rows of steps after first_step, left by a run that went on
- * after its last checkpoint, are taken away. Not collective: for the rank that speaks. */
+/* Opens the files in cfg->out, which is made if absent; another run's are kept from a new one unless cfg->overwrite.
+ * Rows of steps after first_step, left by a run that went on after its last checkpoint, are taken away. Not collective:
+ * for the rank that speaks. */
 struct lm_report *report_open(const struct lm_config *cfg, int64_t first_step, struct lm_error *err);
 void report_start(struct lm_report *report, const struct lm_model *model, int64_t train_tokens,
                   int64_t held_out_tokens);
+/* What is new in a run that goes on. */
+void report_changes(struct lm_report *report, const char *changes, int text_is_new);
+/* Ends the program if the files, or standard output, cannot be written. */
 void report_step(struct lm_report *report, const struct lm_step_report *step);
 /* A line between progress lines. */
 void report_line(struct lm_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));

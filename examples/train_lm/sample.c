@@ -48,27 +48,38 @@ static void print_tokens(const int32_t *token, int from, int to, int bytes) {
     for (int i = from; i < to; i++) printf("%d ", token[i]);
 }
 
+/* The one rank that has the logits chooses; all hear of it. */
+static int32_t next_token(struct lm_model *model, const int32_t *token, int count, float *logits, double uniform) {
+  const struct lm_layout *at = &model->ranks->at;
+  int context = model->cfg.context, shares = at->cp * at->tp, length = count < context ? count : context;
+  int padded = (length + shares - 1) / shares * shares; /* what comes later does not change what came before */
+  int32_t *sequence = lm_alloc((size_t)padded, sizeof *sequence);
+  memcpy(sequence, token + count - length, (size_t)length * sizeof *sequence);
+  /* The other data-parallel ranks bring no tokens, but their experts. */
+  double chosen = 0;
+  if (model_logits(model, &(struct lm_batch){at->dp_rank == 0, padded, sequence, NULL}, length - 1, logits))
+    chosen = choose(logits, model->vocab, uniform);
+  ranks_sum(model->ranks->world, &chosen, 1);
+  free(sequence);
+  return (int32_t)chosen;
+}
+
 void sample_print(struct lm_model *model, const struct lm_data *data, int count) {
-  int context = model->cfg.context, prompt = PROMPT < context ? PROMPT : context;
-  int first = model->ranks->rank == 0;
+  int prompt = PROMPT < model->cfg.context ? PROMPT : model->cfg.context;
   int32_t *token = lm_alloc((size_t)(prompt + count), sizeof *token);
   float *logits = lm_alloc((size_t)model->vocab, sizeof *logits);
   data_read(data, data->train, prompt, token);
   uint64_t state = model->cfg.seed;
-  /* The other ranks bring no tokens, but their experts. */
   for (int n = prompt; n < prompt + count; n++) {
-    int length = n < context ? n : context;
-    model_logits(model, &(struct lm_batch){first, length, token + n - length, NULL}, logits);
     state = state * 6364136223846793005u + 1442695040888963407u;
-    if (first) token[n] = choose(logits, model->vocab, (double)(state >> 11) / 9007199254740992.0);
+    token[n] = next_token(model, token, n, logits, (double)(state >> 11) / 9007199254740992.0);
   }
-  if (first) {
+  if (model->ranks->rank == 0) {
     printf("\nsample, after the held-out text's beginning: \"");
     print_tokens(token, 0, prompt, data->bytes);
     printf("\"\n");
     print_tokens(token, prompt, prompt + count, data->bytes);
     printf("\n");
-    fflush(stdout);
   }
   free(token);
   free(logits);

@@ -5,7 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "batches.h"
 #include "checkpoint.h"
 #include "floor.h"
 #include "layers.h"
@@ -16,10 +18,7 @@
 
 static volatile sig_atomic_t stop_asked;
 
-static void ask_stop(int number) {
-  (void)number;
-  stop_asked = 1;
-}
+static void ask_stop(int number) { stop_asked = number; }
 
 void train_catch_signals(void) {
   struct sigaction action = {.sa_handler = ask_stop, .sa_flags = (int)SA_RESETHAND | SA_RESTART};
@@ -35,13 +34,14 @@ struct trainer {
   struct lm_report *report; /* NULL on all ranks but the first */
   struct lm_state state;
   struct lm_sums sums; /* of the latest step, over all ranks */
-  float *wire;         /* the sums on their way, [SUMS + num_experts_listed] */
-  int32_t *tokens, *targets;
-  int stop;
+  double *wire;        /* the sums on their way, [SUMS + num_experts_listed] */
+  struct lm_batches batches;
+  int stopped_by;  /* a signal that some rank has got, or 0 */
+  int text_is_new; /* since the checkpoint */
   double train_seconds, train_cpu_seconds;
 };
 
-enum { SUM_LOSS, SUM_AUX, SUM_Z, SUM_TOKENS, SUM_ROUTED, SUM_DROPPED, SUM_STOP, SUMS };
+enum { SUM_LOSS, SUM_AUX, SUM_Z, SUM_TOKENS, SUM_ROUTED, SUM_DROPPED, SUM_SIGINT, SUM_SIGTERM, SUMS };
 
 /* The first rank says it, for all. */
 static void fail(const struct trainer *t, const char *text) {
@@ -49,83 +49,36 @@ static void fail(const struct trainer *t, const char *text) {
   LM_TRY(pmoe_comm_barrier(t->ranks->world)); /* until the first rank has ended the program */
 }
 
-/* ---- batches: a step's sequences in micro-batches, which the ranks share out in order ---- */
-
-static void read_sequence(struct trainer *t, int at, int64_t start) {
-  int context = t->run->cfg.context;
-  int32_t *tokens = t->tokens + (int64_t)at * context, *targets = t->targets + (int64_t)at * context;
-  data_read(&t->run->data, start, context, tokens);
-  data_read(&t->run->data, start + 1, context, targets);
-  for (int i = 0; i < context; i++)
-    if (tokens[i] >= t->run->vocab || targets[i] >= t->run->vocab)
-      lm_fatal("data has token %d; vocab is %d", tokens[i] >= t->run->vocab ? tokens[i] : targets[i], t->run->vocab);
-}
-
-/* Sequences [first, end) of `count`: a step's (held_out 0), or evenly spread held-out ones. */
-static struct lm_batch read_batch(struct trainer *t, int64_t first, int64_t end, int held_out, int64_t count) {
-  const struct lm_config *cfg = &t->run->cfg;
-  double since = lm_now();
-  for (int64_t i = first; i < end; i++) {
-    int64_t start = held_out ? data_held_out_start(&t->run->data, cfg->context, i, count)
-                             : data_train_start(&t->run->data, cfg->context, cfg->seed, (uint64_t)t->state.step, i);
-    read_sequence(t, (int)(i - first), start);
-  }
-  t->model->seconds[LM_PART_DATA] += lm_now() - since;
-  return (struct lm_batch){(int)(end - first), cfg->context, t->tokens, t->targets};
-}
-
-/* This rank's micro-batches are [begin, begin + mine); every rank makes `calls` passes, the last one perhaps empty. */
-struct share {
-  int64_t begin, mine, calls;
-};
-
-static struct share share_of(const struct trainer *t, int64_t sequences) {
-  int64_t micro = t->run->cfg.micro, all = (sequences + micro - 1) / micro, n = t->ranks->nranks, r = t->ranks->rank;
-  int64_t begin = all * r / n;
-  return (struct share){begin, all * (r + 1) / n - begin, (all + n - 1) / n};
-}
-
-/* The i-th micro-batch of the share; empty past its end. */
-static struct lm_batch next_batch(struct trainer *t, struct share share, int64_t i, int held_out, int64_t count) {
-  int64_t micro = t->run->cfg.micro, first = (share.begin + i) * micro, end = first + micro;
-  if (i >= share.mine) return (struct lm_batch){0, t->run->cfg.context, t->tokens, t->targets};
-  return read_batch(t, first, end < count ? end : count, held_out, count);
-}
-
 /* ---- evaluation ---- */
 
 static double held_out_loss(struct trainer *t, int64_t count) {
   int64_t all = data_held_out_sequences(&t->run->data, t->run->cfg.context);
   if (count > all) count = all;
-  struct share share = share_of(t, count);
+  struct lm_feed feed = batches_held_out(&t->batches, &t->ranks->at, count);
   double parts[LM_NUM_PARTS], since = lm_now();
   memcpy(parts, t->model->seconds, sizeof parts);
-  double sum = 0;
-  for (int64_t i = 0; i < share.calls; i++) {
-    struct lm_batch batch = next_batch(t, share, i, 1, count);
-    sum += model_loss(t->model, &batch);
-  }
-  float wire = (float)(sum / (double)(count * t->run->cfg.context));
-  LM_TRY(pmoe_comm_allreduce(t->ranks->world, &wire, 1, PMOE_F32));
+  double sum = model_loss(t->model, &feed);
+  ranks_sum(t->ranks->world, &sum, 1);
   memcpy(t->model->seconds, parts, sizeof parts); /* the parts of a step are those of training */
   t->model->seconds[LM_PART_EVALUATION] += lm_now() - since;
-  return (double)wire;
+  return sum / (double)(count * t->run->cfg.context);
 }
 
 /* ---- a step ---- */
 
 static void add_up_sums(struct trainer *t) {
   struct lm_sums *s = &t->sums;
-  float *wire = t->wire;
-  wire[SUM_LOSS] = (float)s->loss, wire[SUM_AUX] = (float)s->aux, wire[SUM_Z] = (float)s->z;
-  wire[SUM_TOKENS] = (float)s->tokens, wire[SUM_ROUTED] = (float)s->routed, wire[SUM_DROPPED] = (float)s->dropped;
-  wire[SUM_STOP] = (float)stop_asked;
-  for (int e = 0; e < t->model->num_experts_listed; e++) wire[SUMS + e] = (float)s->expert_count[e];
-  LM_TRY(pmoe_comm_allreduce(t->ranks->world, wire, SUMS + t->model->num_experts_listed, PMOE_F32));
-  s->loss = (double)wire[SUM_LOSS], s->aux = (double)wire[SUM_AUX], s->z = (double)wire[SUM_Z];
-  s->tokens = (double)wire[SUM_TOKENS], s->routed = (double)wire[SUM_ROUTED], s->dropped = (double)wire[SUM_DROPPED];
-  t->stop = wire[SUM_STOP] > 0;
-  for (int e = 0; e < t->model->num_experts_listed; e++) s->expert_count[e] = (double)wire[SUMS + e];
+  int experts = t->model->num_experts_listed;
+  double *wire = t->wire;
+  wire[SUM_LOSS] = s->loss, wire[SUM_AUX] = s->aux, wire[SUM_Z] = s->z;
+  wire[SUM_TOKENS] = s->tokens, wire[SUM_ROUTED] = s->routed, wire[SUM_DROPPED] = s->dropped;
+  wire[SUM_SIGINT] = stop_asked == SIGINT, wire[SUM_SIGTERM] = stop_asked == SIGTERM;
+  memcpy(wire + SUMS, s->expert_count, (size_t)experts * sizeof *wire);
+  ranks_sum(t->ranks->world, wire, SUMS + experts);
+  s->loss = wire[SUM_LOSS], s->aux = wire[SUM_AUX], s->z = wire[SUM_Z];
+  s->tokens = wire[SUM_TOKENS], s->routed = wire[SUM_ROUTED], s->dropped = wire[SUM_DROPPED];
+  t->stopped_by = wire[SUM_SIGTERM] > 0 ? SIGTERM : wire[SUM_SIGINT] > 0 ? SIGINT : 0;
+  memcpy(s->expert_count, wire + SUMS, (size_t)experts * sizeof *wire);
 }
 
 static void forward_backward(struct trainer *t) {
@@ -133,12 +86,9 @@ static void forward_backward(struct trainer *t) {
   double *count = t->sums.expert_count;
   memset(count, 0, (size_t)t->model->num_experts_listed * sizeof *count);
   t->sums = (struct lm_sums){.expert_count = count};
-  struct share share = share_of(t, cfg->batch);
-  for (int64_t i = 0; i < share.calls; i++) {
-    struct lm_batch batch = next_batch(t, share, i, 0, cfg->batch);
-    int64_t first_token = (share.begin + i) * cfg->micro * cfg->context;
-    model_train(t->model, &batch, (uint64_t)t->state.step, first_token, &t->sums);
-  }
+  struct lm_feed feed = batches_of_step(&t->batches, &t->ranks->at, (uint64_t)t->state.step);
+  int64_t first_token = t->batches.begin * cfg->micro * cfg->context;
+  model_train(t->model, &feed, (uint64_t)t->state.step, first_token, &t->sums);
 }
 
 static double load_max_over_mean(const struct trainer *t) {
@@ -195,10 +145,13 @@ static struct lm_step_report train_step(struct trainer *t) {
 
 /* ---- checkpoints ---- */
 
+static void checkpoint_path(const struct lm_config *cfg, char path[LM_MAX_PATH + 64]) {
+  snprintf(path, LM_MAX_PATH + 64, "%s/%s", *cfg->save ? cfg->save : cfg->out, CHECKPOINT_NAME);
+}
+
 static void save(struct trainer *t) {
-  const struct lm_config *cfg = &t->run->cfg;
   char path[LM_MAX_PATH + 64];
-  snprintf(path, sizeof path, "%s/%s", *cfg->save ? cfg->save : cfg->out, CHECKPOINT_NAME);
+  checkpoint_path(&t->run->cfg, path);
   double since = lm_now();
   struct lm_error err;
   if (checkpoint_save(path, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
@@ -207,36 +160,57 @@ static void save(struct trainer *t) {
 }
 
 static void resume(struct trainer *t) {
+  const struct lm_config *cfg = &t->run->cfg;
   struct lm_error err;
-  if (checkpoint_load(t->run->cfg.resume, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
-  config_write(&t->run->cfg, t->state.config_text); /* some settings may be new */
+  char text[sizeof t->state.data_text];
+  strcpy(text, t->state.data_text);
+  if (checkpoint_load(cfg->resume, t->model, &t->state, t->ranks, &err)) fail(t, err.text);
+  if (t->state.step > cfg->steps) {
+    lm_error_set(&err, "steps is %d, but %s has done %lld already; more were expected", cfg->steps, cfg->resume,
+                 (long long)t->state.step);
+    fail(t, err.text);
+  }
+  t->text_is_new = *t->state.data_text && strcmp(text, t->state.data_text) != 0;
+  strcpy(t->state.data_text, text);
+  config_write(cfg, t->state.config_text); /* some settings may be new */
 }
 
 /* ---- the run ---- */
+
+/* What would fail in the end had better fail now. */
+static void begin_report(struct trainer *t) {
+  const struct lm_config *cfg = &t->run->cfg;
+  char path[LM_MAX_PATH + 64];
+  struct lm_error err;
+  checkpoint_path(cfg, path);
+  if (!*cfg->resume && !cfg->overwrite && access(path, F_OK) == 0)
+    lm_fatal("%s is another run's; --resume, --overwrite or another folder was expected", path);
+  if (checkpoint_try(path, &err)) lm_fatal("%s", err.text);
+  t->report = report_open(cfg, t->state.step, &err);
+  if (!t->report) lm_fatal("%s", err.text);
+  report_start(t->report, t->model, t->run->data.train, t->run->data.held_out);
+  report_changes(t->report, t->run->changes, t->text_is_new);
+}
 
 static void begin(struct trainer *t) {
   const struct lm_config *cfg = &t->run->cfg;
   t->model = model_create(cfg, t->run->vocab, t->ranks);
   t->sums.expert_count = lm_alloc((size_t)t->model->num_experts_listed, sizeof *t->sums.expert_count);
   t->wire = lm_alloc((size_t)(SUMS + t->model->num_experts_listed), sizeof *t->wire);
-  t->tokens = lm_alloc((size_t)(cfg->micro * cfg->context), sizeof *t->tokens);
-  t->targets = lm_alloc((size_t)(cfg->micro * cfg->context), sizeof *t->targets);
+  batches_create(&t->batches, cfg, &t->run->data);
   t->state.seed = cfg->seed;
   t->state.held_out_loss = NAN;
+  data_describe(&t->run->data, t->state.data_text);
   config_write(cfg, t->state.config_text);
   if (*cfg->resume) resume(t);
-  if (t->ranks->rank != 0) return;
-  struct lm_error err;
-  t->report = report_open(cfg, t->state.step, &err);
-  if (!t->report) lm_fatal("%s", err.text);
-  report_start(t->report, t->model, t->run->data.train, t->run->data.held_out);
+  if (t->ranks->rank == 0) begin_report(t);
 }
 
 static void train(struct trainer *t) {
   const struct lm_config *cfg = &t->run->cfg;
-  while (t->state.step < cfg->steps && !t->stop) {
+  while (t->state.step < cfg->steps && !t->stopped_by) {
     struct lm_step_report report = train_step(t);
-    int done = t->state.step == cfg->steps, last = done || t->stop;
+    int done = t->state.step == cfg->steps, last = done || t->stopped_by;
     if (!last && cfg->eval_every > 0 && t->state.step % cfg->eval_every == 0)
       report.held_out = t->state.held_out_loss = held_out_loss(t, cfg->eval_sequences);
     /* The last evaluation reads the whole part, which can take a while: what was learnt is safe before it. */
@@ -249,8 +223,8 @@ static void train(struct trainer *t) {
 
 static void print_floor(struct trainer *t, int64_t steps) {
   if (steps == 0) return;
-  int64_t passes = share_of(t, t->run->cfg.batch).mine;
-  struct lm_floor floor = gemm_floor(t->model, (int)passes);
+  (void)batches_of_step(&t->batches, &t->ranks->at, 0);
+  struct lm_floor floor = gemm_floor(t->model, (int)t->batches.count);
   double wall = t->train_seconds / (double)steps, cpu = t->train_cpu_seconds / (double)steps;
   if (t->report)
     report_line(t->report,
@@ -300,10 +274,9 @@ void train_rank(struct lm_ranks *ranks, void *arg) {
   else if (t.report) report_line(t.report, "stopped after step %lld", (long long)t.state.step);
   if (t.report && t.state.step > 0) draw_plots(&t);
   if (t.report) report_close(t.report);
-  if (ranks->rank == 0) t.run->interrupted = !done;
+  if (ranks->rank == 0) t.run->stopped_by = done ? 0 : t.stopped_by;
   model_destroy(t.model);
   free(t.sums.expert_count);
   free(t.wire);
-  free(t.tokens);
-  free(t.targets);
+  batches_destroy(&t.batches);
 }

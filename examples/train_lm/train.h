@@ -9,7 +9,8 @@ struct lm_run {
   struct lm_config cfg; /* checked */
   struct lm_data data;
   int vocab;
-  int interrupted; /* comes out: whether the run was stopped on the way */
+  char changes[LM_CONFIG_TEXT]; /* of a run that goes on: its settings that are new, a line each */
+  int stopped_by;               /* comes out: the signal that stopped the run, or 0 */
 };
 
 /* One rank's part of a struct lm_run, for ranks_run. */

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <pmoe/nccl.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,16 +32,46 @@ static void give_back(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_str
   else (void)cudaFree(p);
 }
 
-/* A test's own allocator gives the host's memory, and takes it back at once: the device comes to rest first. */
+/* A test's own allocator counts, and fails when it likes; what the device uses comes from the device all the same,
+ * where accesses are checked. */
+typedef struct pair {
+  void *used, *counted;
+} pair;
+static pair pairs[1 << 14];
+static pthread_mutex_t pairs_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+/* The place of a pointer, or with NULL a free one. */
+static pair *find_pair(const void *used) {
+  for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+    if (pairs[i].used == used) return &pairs[i];
+  expect(0, "a pair of pointers");
+  return NULL;
+}
+
 static void *take_from_test(void *user, size_t bytes, size_t align, pmoe_mem kind, pmoe_stream stream) {
   const pmoe_allocator *own = user;
-  return own->alloc(own->user, bytes, align, kind, stream);
+  void *counted = own->alloc(own->user, bytes, align, kind, stream);
+  if (!counted || kind == PMOE_MEM_HOST) return counted;
+  void *used = take(NULL, bytes, align, kind, stream);
+  expect(used != NULL, "cudaMallocManaged");
+  pthread_mutex_lock(&pairs_mutex);
+  *find_pair(NULL) = (pair){used, counted};
+  pthread_mutex_unlock(&pairs_mutex);
+  return used;
 }
 
 static void give_back_to_test(void *user, void *p, size_t bytes, pmoe_mem kind, pmoe_stream stream) {
   const pmoe_allocator *own = user;
-  expect(cudaDeviceSynchronize() == cudaSuccess, "cudaDeviceSynchronize");
-  own->release(own->user, p, bytes, kind, stream);
+  void *counted = p;
+  if (kind != PMOE_MEM_HOST) {
+    pthread_mutex_lock(&pairs_mutex);
+    pair *place = find_pair(p);
+    counted = place->counted;
+    *place = (pair){NULL, NULL};
+    pthread_mutex_unlock(&pairs_mutex);
+    give_back(NULL, p, bytes, kind, stream); /* waits for the device */
+  }
+  own->release(own->user, counted, bytes, kind, stream);
 }
 
 static pmoe_allocator allocator_for(const pmoe_allocator *own) {

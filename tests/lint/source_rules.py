@@ -29,8 +29,10 @@ VENDOR = (
     (r"(cblas|openblas_config)\.h", {"core/gemm_cblas.c"}),
     (r"mpi\.h", {"include/pmoe/mpi.h", "a2a/transport_mpi.c"}),
     (r"pmoe/mpi\.h", {"a2a/transport_mpi.c"}),
-    (r"(cuda|cuda_runtime|cuda_runtime_api)\.h", {"include/pmoe/cuda.h"}),
-    (r"nccl\.h", {"include/pmoe/nccl.h"}),
+    (r"(cuda_runtime_api|cublas_v2)\.h", {"core/cuda.h"}),
+    (r"(cuda_runtime|cuda_bf16|cuda_fp16)\.h|cub/.*", {"*.cu", "*.cuh"}),
+    (r"nccl\.h", {"include/pmoe/nccl.h", "a2a/transport_nccl.c"}),
+    (r"pmoe/nccl\.h", {"a2a/transport_nccl.c"}),
 )
 OPENMP_IN = {"core/parallel.c"}
 
@@ -48,6 +50,11 @@ def _ours(tree, path, name):
     if path.startswith("tests/"):
         places.append("tests/" + name)
     return next((place for place in map(posixpath.normpath, places) if (tree.root / place).is_file()), None)
+
+
+def _is_one_of(path, names):
+    """Whether the path is among the names; "*.cu" is every file that ends so."""
+    return any(path == name or (name.startswith("*") and path.endswith(name[1:])) for name in names)
 
 
 def _include_problem(tree, path, quoted, angled, computed):
@@ -69,7 +76,7 @@ def _include_problem(tree, path, quoted, angled, computed):
         return None
     for pattern, allowed in VENDOR:
         if re.fullmatch(pattern, name):
-            return None if path in allowed else f"includes {name}; only {', '.join(sorted(allowed))} may"
+            return None if _is_one_of(path, allowed) else f"includes {name}; only {', '.join(sorted(allowed))} may"
     if not target:
         known = C_STANDARD if layer == "include" else C_STANDARD | POSIX | INTRINSICS
         if not name.endswith(".h") or name[:-2] not in known:

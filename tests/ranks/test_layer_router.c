@@ -341,11 +341,13 @@ static int sequences_body(world *w) {
   for (int i = 0; i < T * H && !failures; i++)
     CHECK(failures, fabsf(d.dx[i] - one.dx[i]) <= 1e-5f * (1 + fabsf(one.dx[i])), "dx %d: %g, expected %g", i,
           (double)d.dx[i], (double)one.dx[i]);
+#ifndef TEST_ON_DEVICE_H
   /* One rank brings too many sequences: all return. */
   d.step.num_sequences = w->rank == 0 ? 4 : 3;
   pmoe_status status = failures ? PMOE_OK : pmoe_layer_forward(b.layer, b.stash, &d.step, &d.xm, &d.ym, NULL);
   CHECK(failures, failures || status == (w->rank == 0 ? PMOE_ERR_ARG : PMOE_ERR_COMM), "%s", pmoe_last_error());
   if (!failures) d.step.num_sequences = 3, failures += forward(&b, &d);
+#endif
   close_layer(&alone);
   pmoe_comm_destroy(self);
   close_layer(&b);

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <cmocka.h>
 
 #include "examples/train_lm/data.h"
@@ -97,7 +98,17 @@ static void token_files_are_read(void **state) {
   assert_true(unigram > 5 && isnan(bigram));
   data_close(&data);
   assert_refused(write_tokens(&f, "v2", 2, 300, 300), 5, "version 2; version 1 was expected");
-  assert_refused(write_tokens(&f, "cut", 1, 300, 299), 5, "the header promises 300 tokens, the file has room for 299");
+  assert_refused(write_tokens(&f, "cut", 1, 300, 299), 5,
+                 "the header promises 300 tokens of 2 bytes, 598 bytes follow it");
+  assert_refused(write_tokens(&f, "long", 1, 299, 300), 5, "promises 299 tokens of 2 bytes, 600 bytes follow it");
+  assert_refused(write_tokens(&f, "minus", 1, -1, 0), 5, "the header promises -1 tokens");
+  uint8_t odd[1024 + 401] = {0};
+  const int32_t header[] = {20240520, 1, 200};
+  memcpy(odd, header, sizeof header);
+  assert_refused(folder_write(&f, "odd", odd, sizeof odd), 5, "promises 200 tokens of 2 bytes, 401 bytes follow it");
+  odd[0]++;
+  assert_refused(folder_write(&f, "wrong.bin", odd, sizeof odd), 5, "begins with 20240521; a token file begins with");
+  assert_refused(folder_write(&f, "short.bin", odd, 100), 5, "a token file of 100 bytes; its header alone has 1024");
   folder_write(&f, "good/text", "text", 4);
   assert_refused(folder_path(&f, "good"), 5, "files of one kind were expected");
   folder_remove(&f);
@@ -113,6 +124,51 @@ static void useless_data_is_named(void **state) {
   assert_refused(folder_write(&f, "short", text, 99), 9, "short has 99 bytes; at least 100 were expected");
   assert_refused("/dev/null", 5, "/dev/null is neither a file nor a folder");
   struct lm_data data = open_data(folder_write(&f, "enough", text, 100), 9);
+  data_close(&data);
+  folder_remove(&f);
+}
+
+static void links_are_followed_once(void **state) {
+  (void)state;
+  struct folder f = folder_make();
+  folder_write_text(&f, "folder/text", 500);
+  assert_int_equal(symlink("../folder/text", folder_path(&f, "folder/again")), 0);
+  struct lm_data data = open_data(folder_path(&f, "folder"), 5);
+  assert_int_equal(data.tokens, 1000);
+  data_close(&data);
+  assert_int_equal(symlink("nothing", folder_path(&f, "folder/dangling")), 0);
+  assert_refused(folder_path(&f, "folder"), 5, "folder/dangling: a link to nothing");
+  assert_int_equal(unlink(folder_path(&f, "folder/dangling")), 0);
+  assert_int_equal(symlink("..", folder_path(&f, "folder/up")), 0);
+  assert_refused(folder_path(&f, "folder"), 5, "a link back to a folder that it is in");
+  folder_remove(&f);
+}
+
+static void tokens_are_checked_beforehand(void **state) {
+  (void)state;
+  struct folder f = folder_make();
+  struct lm_error err;
+  struct lm_data data = open_data(write_tokens(&f, "tokens", 1, 9000, 9000), 5);
+  assert_int_equal(data_check(&data, 50256, &err), 0);
+  assert_int_equal(data_check(&data, 50255, &err), -1);
+  assert_string_equal(err.text, "data has token 50255 in place 255; vocab is 50255");
+  data_close(&data);
+  folder_remove(&f);
+}
+
+static void texts_are_told_apart(void **state) {
+  (void)state;
+  struct folder f = folder_make();
+  char text[9000], first[LM_DATA_TEXT], other[LM_DATA_TEXT];
+  memset(text, 'a', sizeof text);
+  struct lm_data data = open_data(folder_write(&f, "x", text, sizeof text), 5);
+  data_describe(&data, first);
+  data_close(&data);
+  assert_non_null(strstr(first, "9000 bytes"));
+  text[4321] = 'b';
+  data = open_data(folder_write(&f, "x", text, sizeof text), 5);
+  data_describe(&data, other);
+  assert_string_not_equal(first, other);
   data_close(&data);
   folder_remove(&f);
 }
@@ -166,6 +222,8 @@ int main(void) {
       cmocka_unit_test(a_file_is_its_bytes),        cmocka_unit_test(a_folder_is_its_files_in_order),
       cmocka_unit_test(token_files_are_read),       cmocka_unit_test(useless_data_is_named),
       cmocka_unit_test(batches_stay_in_their_part), cmocka_unit_test(entropies_are_right),
+      cmocka_unit_test(links_are_followed_once),    cmocka_unit_test(tokens_are_checked_beforehand),
+      cmocka_unit_test(texts_are_told_apart),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

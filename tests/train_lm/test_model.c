@@ -15,7 +15,21 @@
 enum { SEQUENCES = 2, CONTEXT = 6, VOCAB = 11, TOKENS = SEQUENCES * CONTEXT };
 
 static int32_t tokens[TOKENS], targets[TOKENS];
-static const struct lm_batch batch = {SEQUENCES, CONTEXT, tokens, targets};
+static const struct lm_batch whole = {SEQUENCES, CONTEXT, tokens, targets};
+
+static struct lm_batch read_whole(void *arg, int64_t index) {
+  (void)arg, (void)index;
+  return whole;
+}
+
+static const struct lm_feed feed = {1, read_whole, NULL};
+
+/* The batch in two pieces, and before them an empty one. */
+static struct lm_batch read_piece(void *arg, int64_t index) {
+  (void)arg;
+  int64_t at = index > 0 ? index - 1 : 0;
+  return (struct lm_batch){index > 0, CONTEXT, tokens + at * CONTEXT, targets + at * CONTEXT};
+}
 
 /* Every token goes to all experts: a choice that flips would make the loss jump. */
 static struct lm_config tiny(pmoe_mix residual) {
@@ -37,10 +51,10 @@ static void train_once(struct lm_model *model) {
   double counts[8] = {0};
   struct lm_sums sums = {.expert_count = counts};
   gradients_zero(model);
-  model_train(model, &batch, 0, 0, &sums);
+  model_train(model, &feed, 0, 0, &sums);
   assert_true(sums.tokens == TOKENS && sums.routed == 3 * TOKENS && sums.dropped == 0);
   assert_true(counts[0] + counts[1] + counts[2] == 3 * TOKENS);
-  assert_true(fabs(sums.loss - model_loss(model, &batch)) < 1e-4);
+  assert_true(fabs(sums.loss - model_loss(model, &feed)) < 1e-4);
 }
 
 /* Along its own gradient g the loss changes by |g| per unit. Steps are small and gradients summed in float32, hence the
@@ -55,7 +69,7 @@ static void check_param(struct lm_model *model, struct lm_param *p) {
   for (int side = 0; side < 2; side++) {
     double step = (side ? length : -length) / (norm > 1e-6 ? norm : 1);
     for (int64_t i = 0; i < p->numel; i++) p->master[i] = keep[i] + (float)(step * (double)p->grad[i]);
-    loss[side] = model_loss(model, &batch);
+    loss[side] = model_loss(model, &feed);
   }
   memcpy(p->master, keep, (size_t)p->numel * sizeof *keep);
   free(keep);
@@ -83,24 +97,20 @@ static void gradients_match_differences(void **state) {
   }
 }
 
-/* A batch in one piece, and in two with an empty one between. */
 static void check_accumulation(struct lm_ranks *ranks, void *arg) {
   struct lm_model *model = model_create(arg, VOCAB, ranks);
   train_once(model);
-  float *whole = malloc((size_t)model->dense_numel * sizeof *whole);
-  memcpy(whole, model->dense_grad, (size_t)model->dense_numel * sizeof *whole);
+  int64_t n = model->dense_numel[LM_SUM_STAGE];
+  assert_true(n > 1000 && model->dense_numel[LM_SUM_DENSE_DP] == 0);
+  float *before = malloc((size_t)n * sizeof *before);
+  memcpy(before, model->dense_grad, (size_t)n * sizeof *before);
   double counts[8] = {0};
   struct lm_sums sums = {.expert_count = counts};
   gradients_zero(model);
-  for (int s = -1; s < SEQUENCES; s++) {
-    struct lm_batch part = {s < 0 ? 0 : 1, CONTEXT, tokens + (s < 0 ? 0 : s) * CONTEXT,
-                            targets + (s < 0 ? 0 : s) * CONTEXT};
-    model_train(model, &part, 0, (s < 0 ? 0 : s) * CONTEXT, &sums);
-  }
+  model_train(model, &(struct lm_feed){1 + SEQUENCES, read_piece, NULL}, 0, 0, &sums);
   assert_true(sums.tokens == TOKENS);
-  for (int64_t i = 0; i < model->dense_numel; i++)
-    assert_true(fabsf(model->dense_grad[i] - whole[i]) < 1e-4f * (1 + fabsf(whole[i])));
-  free(whole);
+  for (int64_t i = 0; i < n; i++) assert_true(fabsf(model->dense_grad[i] - before[i]) < 1e-4f * (1 + fabsf(before[i])));
+  free(before);
   model_destroy(model);
 }
 

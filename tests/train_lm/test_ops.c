@@ -162,73 +162,82 @@ static void layernorm_matches(void **state) {
 
 struct attention_case {
   struct lm_attention size;
-  float *qkv, *c;
+  struct lm_qkv in;
+  float *c;
 };
 
 static void attention_row(const struct attention_case *t, int64_t s, int64_t h, int64_t i, double *out) {
-  int64_t d = t->size.hidden / t->size.heads, stride = 3 * t->size.hidden;
-  const float *q = t->qkv + s * t->size.length * stride + h * d, *k = q + t->size.hidden, *v = k + t->size.hidden;
+  int64_t d = t->size.width / t->size.heads, keys = t->size.first + t->size.length;
+  const float *q = t->in.q + (s * t->size.length + i) * t->in.q_stride + h * d;
   double sum = 0;
   for (int64_t a = 0; a < d; a++) out[a] = 0;
-  for (int64_t j = 0; j <= i; j++) {
+  for (int64_t j = 0; j <= t->size.first + i; j++) {
+    const float *k = t->in.kv + (s * keys + j) * t->in.kv_stride + h * d, *v = k + t->size.width;
     double dot = 0;
-    for (int64_t a = 0; a < d; a++) dot += (double)q[i * stride + a] * (double)k[j * stride + a];
+    for (int64_t a = 0; a < d; a++) dot += (double)q[a] * (double)k[a];
     double e = exp(dot / sqrt((double)d));
     sum += e;
-    for (int64_t a = 0; a < d; a++) out[a] += e * (double)v[j * stride + a];
+    for (int64_t a = 0; a < d; a++) out[a] += e * (double)v[a];
   }
   for (int64_t a = 0; a < d; a++) out[a] /= sum;
 }
 
 static double attention_loss(void *arg) {
   const struct attention_case *t = arg;
-  int64_t d = t->size.hidden / t->size.heads;
+  int64_t d = t->size.width / t->size.heads;
   double sum = 0, out[16];
   for (int64_t s = 0; s < t->size.sequences; s++)
     for (int64_t h = 0; h < t->size.heads; h++)
       for (int64_t i = 0; i < t->size.length; i++) {
         attention_row(t, s, h, i, out);
         for (int64_t a = 0; a < d; a++)
-          sum += (double)t->c[(s * t->size.length + i) * t->size.hidden + h * d + a] * out[a];
+          sum += (double)t->c[(s * t->size.length + i) * t->size.width + h * d + a] * out[a];
       }
   return sum;
 }
 
-static void run_attention(struct lm_attention size) {
-  int64_t n = size.sequences * size.length * size.hidden, d = size.hidden / size.heads;
-  struct attention_case t = {size, noise(3 * n, 1), noise(n, 2)};
-  float *out = poison(n), *logsum = poison(size.sequences * size.heads * size.length), *dqkv = poison(3 * n);
+/* Queries with keys and values of their own, or, packed, all three in one row (first is 0 then). */
+static void run_attention(struct lm_attention size, int packed) {
+  int64_t rows = size.sequences * size.length, keys = size.sequences * (size.first + size.length), w = size.width;
+  int64_t n = rows * w, d = w / size.heads, q_stride = packed ? 3 * w : w, kv_stride = packed ? 3 * w : 2 * w;
+  float *q = noise(rows * q_stride, 1), *dq = poison(rows * q_stride);
+  float *kv = packed ? q + w : noise(keys * kv_stride, 2), *dkv = packed ? dq + w : poison(keys * kv_stride);
+  struct attention_case t = {size, {q, kv, q_stride, kv_stride}, noise(n, 3)};
+  float *out = poison(n), *logsum = poison(rows * size.heads);
   float *scratch = poison((int64_t)attention_scratch(size, lm_threads()));
-  attention_forward(size, out, logsum, t.qkv, scratch);
-  attention_backward(size, dqkv, t.c, t.qkv, out, logsum, scratch);
+  attention_forward(size, out, logsum, t.in, scratch);
+  attention_backward(size, dq, dkv, t.c, t.in, out, logsum, scratch);
   double row[16];
   for (int64_t i = 0; i < n; i += d) {
-    int64_t token = i / size.hidden;
-    attention_row(&t, token / size.length, i % size.hidden / d, token % size.length, row);
+    int64_t token = i / w;
+    attention_row(&t, token / size.length, i % w / d, token % size.length, row);
     for (int64_t a = 0; a < d; a++) assert_close((double)out[i + a], row[a], 1e-5, "out", i + a);
   }
-  check_gradient(attention_loss, &t, t.qkv, 3 * n, dqkv, 0, "dqkv");
-  float *all[] = {t.qkv, t.c, out, logsum, dqkv, scratch};
+  check_gradient(attention_loss, &t, q, rows * q_stride, dq, 0, packed ? "dqkv" : "dq");
+  if (!packed) check_gradient(attention_loss, &t, kv, keys * kv_stride, dkv, 0, "dkv");
+  float *all[] = {q, t.c, out, logsum, dq, scratch, packed ? NULL : kv, packed ? NULL : dkv};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
 static void attention_matches(void **state) {
   (void)state;
-  run_attention((struct lm_attention){2, 5, 2, 6});
-  run_attention((struct lm_attention){1, 1, 1, 1});
-  run_attention((struct lm_attention){2, 150, 3, 12}); /* more than one block of queries */
-  run_attention((struct lm_attention){1, 64, 1, 8});
-  run_attention((struct lm_attention){0, 7, 2, 6});
+  run_attention((struct lm_attention){2, 5, 0, 2, 6}, 1);
+  run_attention((struct lm_attention){1, 1, 0, 1, 1}, 1);
+  run_attention((struct lm_attention){2, 150, 0, 3, 12}, 1); /* more than one block of queries */
+  run_attention((struct lm_attention){1, 64, 0, 1, 8}, 0);
+  run_attention((struct lm_attention){0, 7, 0, 2, 6}, 1);
+  run_attention((struct lm_attention){2, 5, 10, 2, 6}, 0); /* the last third of a sequence */
+  run_attention((struct lm_attention){2, 70, 67, 1, 4}, 0);
 }
 
 static void attention_stands_large_scores(void **state) {
   (void)state;
-  struct lm_attention size = {1, 70, 1, 4};
+  struct lm_attention size = {1, 70, 0, 1, 4};
   float *qkv = noise(70 * 12, 5), *out = poison(70 * 4), *logsum = poison(70);
   float *scratch = poison((int64_t)attention_scratch(size, lm_threads()));
   for (int i = 0; i < 70 * 12; i++)
     if (i % 12 < 8) qkv[i] *= 60; /* scores in the thousands */
-  attention_forward(size, out, logsum, qkv, scratch);
+  attention_forward(size, out, logsum, (struct lm_qkv){qkv, qkv + 4, 12, 12}, scratch);
   for (int i = 0; i < 70 * 4; i++) assert_true(fabsf(out[i]) <= 1.0f);
   free(qkv), free(out), free(logsum), free(scratch);
 }
@@ -243,29 +252,34 @@ struct embedding_case {
 static double embedding_loss(void *arg) {
   const struct embedding_case *t = arg;
   double sum = 0;
-  for (int64_t i = 0; i < t->size.sequences * t->size.length; i++)
+  for (int64_t i = 0; i < t->size.rows; i++) {
+    int64_t position = t->size.first_position + (t->size.first_row + i) % t->size.length;
     for (int64_t j = 0; j < t->size.hidden; j++)
       sum += (double)t->c[i * t->size.hidden + j] * ((double)t->token[t->size.tokens[i] * t->size.hidden + j] +
-                                                     (double)t->position[i % t->size.length * t->size.hidden + j]);
+                                                     (double)t->position[position * t->size.hidden + j]);
+  }
   return sum;
 }
 
 static void embedding_matches(void **state) {
   (void)state;
-  enum { SEQUENCES = 3, LENGTH = 41, HIDDEN = 67, VOCAB = 11 };
-  int32_t tokens[SEQUENCES * LENGTH];
-  for (int i = 0; i < SEQUENCES * LENGTH; i++) tokens[i] = i * i % VOCAB;
-  int64_t n = SEQUENCES * LENGTH * HIDDEN;
-  struct embedding_case t = {
-      {SEQUENCES, LENGTH, HIDDEN, tokens}, noise(VOCAB * HIDDEN, 1), noise(LENGTH * HIDDEN, 2), noise(n, 3)};
-  float *x = poison(n), *dtoken = ones(VOCAB * HIDDEN), *dposition = ones(LENGTH * HIDDEN);
+  /* Rows 30 to 120 of three sequences' positions 5 to 45. */
+  enum { ROWS = 91, FIRST = 30, LENGTH = 41, BEFORE = 5, POSITIONS = 50, HIDDEN = 67, VOCAB = 11 };
+  int32_t tokens[ROWS];
+  for (int i = 0; i < ROWS; i++) tokens[i] = i * i % VOCAB;
+  int64_t n = ROWS * HIDDEN;
+  struct embedding_case t = {{ROWS, HIDDEN, FIRST, LENGTH, BEFORE, tokens},
+                             noise(VOCAB * HIDDEN, 1),
+                             noise(POSITIONS * HIDDEN, 2),
+                             noise(n, 3)};
+  float *x = poison(n), *dtoken = ones(VOCAB * HIDDEN), *dposition = ones(POSITIONS * HIDDEN);
   embedding_forward(t.size, x, t.token, t.position);
   embedding_backward(t.size, dtoken, dposition, t.c);
   for (int64_t i = 0; i < n; i++)
     assert_true(x[i] == t.token[tokens[i / HIDDEN] * HIDDEN + i % HIDDEN] +
-                            t.position[i / HIDDEN % LENGTH * HIDDEN + i % HIDDEN]);
+                            t.position[(BEFORE + (FIRST + i / HIDDEN) % LENGTH) * HIDDEN + i % HIDDEN]);
   check_gradient(embedding_loss, &t, t.token, VOCAB * HIDDEN, dtoken, 1, "dtoken");
-  check_gradient(embedding_loss, &t, t.position, LENGTH * HIDDEN, dposition, 1, "dposition");
+  check_gradient(embedding_loss, &t, t.position, POSITIONS * HIDDEN, dposition, 1, "dposition");
   free(t.token), free(t.position), free(t.c), free(x), free(dtoken), free(dposition);
 }
 
@@ -360,7 +374,7 @@ static void bf16_rounds_to_even(void **state) {
 static void threads_do_not_matter(void **state) {
   (void)state;
   struct lm_linear size = {600, 70, 600};
-  struct lm_attention attention = {2, 130, 2, 16};
+  struct lm_attention attention = {2, 130, 0, 2, 16};
   float *x = noise(600 * 70, 1), *w = noise(600 * 70, 2), *qkv = noise(2 * 130 * 48, 3), *result[3][4];
   for (int threads = 1; threads <= 3; threads++) {
     float **r = result[threads - 1];
@@ -369,8 +383,9 @@ static void threads_do_not_matter(void **state) {
     float *logsum = poison(2 * 2 * 130), *scratch = poison((int64_t)attention_scratch(attention, threads));
     linear_forward(size, r[0], x, w, NULL);
     linear_backward_weight(size, r[1], NULL, r[0], x);
-    attention_forward(attention, r[2], logsum, qkv, scratch);
-    attention_backward(attention, r[3], r[2], qkv, r[2], logsum, scratch);
+    struct lm_qkv in = {qkv, qkv + 16, 48, 48};
+    attention_forward(attention, r[2], logsum, in, scratch);
+    attention_backward(attention, r[3], r[3] + 16, r[2], in, r[2], logsum, scratch);
     free(logsum), free(scratch);
   }
   const size_t bytes[] = {600 * 600 * 4, 600 * 70 * 4, 2 * 130 * 16 * 4, 2 * 130 * 48 * 4};

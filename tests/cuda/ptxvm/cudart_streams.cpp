@@ -169,8 +169,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
     return cudaSuccess;
   }
   e->capture = nullptr;
-  uint64_t version = ++e->recorded;
-  cudaError_t error = enqueue(stream, "cudaEventRecord", [=] { e->completed = std::max(e->completed, version); });
+  auto reached = e->reached = std::make_shared<bool>(false);
+  cudaError_t error = enqueue(stream, "cudaEventRecord", [=] { *reached = true; });
   e->clock = s->clock;
   return remember(error);
 }
@@ -198,10 +198,9 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     s->capture->broken = true;
     return remember(cudaErrorStreamCaptureIsolation);
   }
-  uint64_t version = e->recorded;
   join(s->clock, e->clock);
   return remember(enqueue(
-      stream, "cudaStreamWaitEvent", [] {}, [=] { return e->completed >= version; }));
+      stream, "cudaStreamWaitEvent", [] {}, [reached = e->reached] { return *reached; }));
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -212,8 +211,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     e->capture->broken = true;
     return remember(cudaErrorCapturedEvent);
   }
-  uint64_t version = e->recorded;
-  run_until([&] { return e->completed >= version; }, "cudaEventSynchronize");
+  run_until([reached = e->reached] { return *reached; }, "cudaEventSynchronize");
   join(runtime().host, e->clock);
   return cudaSuccess;
 }
@@ -225,8 +223,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     e->capture->broken = true;
     return remember(cudaErrorCapturedEvent);
   }
-  if (e->completed < e->recorded) run_one();
-  if (e->completed < e->recorded) return cudaErrorNotReady;
+  if (!*e->reached) run_one();
+  if (!*e->reached) return cudaErrorNotReady;
   join(runtime().host, e->clock);
   return cudaSuccess;
 }
@@ -235,7 +233,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
   PTXVM_ENTER(cudaEventElapsedTime, remember(cudaErrorUnknown));
   Event *a = event_of(start), *b = event_of(end);
   if (!a || !b || !a->timing || !b->timing) return remember(cudaErrorInvalidResourceHandle);
-  if (a->completed < a->recorded || b->completed < b->recorded) return cudaErrorNotReady;
+  if (!*a->reached || !*b->reached) return cudaErrorNotReady;
   *milliseconds = 0.001f;
   return cudaSuccess;
 }

@@ -57,7 +57,8 @@ struct Stream {
 
 struct Event {
   int device = 0;
-  uint64_t recorded = 0, completed = 0;
+  // Of the last record, whether the stream has come to it: who waits, waits for one record, whatever comes later.
+  std::shared_ptr<bool> reached = std::make_shared<bool>(true);
   StreamClock clock; // of the last record
   bool timing = true;
   std::shared_ptr<Capture> capture; // recorded inside one

@@ -77,6 +77,23 @@ static void test_events() {
   CUDA(cudaStreamDestroy(b));
 }
 
+static void test_event_recorded_again() { // a wait is for the record before it, whatever comes to a later one first
+  cudaStream_t writer = stream(), reader = stream(), other = stream();
+  cudaEvent_t written = event();
+  Device<int> a(32), b(32);
+  CUDA(cudaMemsetAsync(a, 0, 128, writer));
+  for (int i = 0; i < 20; i++) set<<<1, 32, 0, writer>>>(a, i);
+  CUDA(cudaEventRecord(written, writer));
+  CUDA(cudaStreamWaitEvent(reader, written, 0));
+  CUDA(cudaMemcpyAsync(b, a, 128, cudaMemcpyDeviceToDevice, reader));
+  CUDA(cudaEventRecord(written, other));
+  CUDA(cudaStreamSynchronize(other));
+  CUDA(cudaStreamSynchronize(reader));
+  int got[32];
+  CUDA(cudaMemcpy(got, b, 128, cudaMemcpyDeviceToHost));
+  CHECK(got[0] == 19 && got[31] == 19);
+}
+
 static void test_legacy_order() { // the default stream and blocking streams wait for each other
   cudaStream_t s = stream(cudaStreamDefault);
   Device<int> x(32);
@@ -281,7 +298,7 @@ static int planted(const std::string &fault) {
 
 int main(int argc, char **argv) {
   if (argc > 1) return planted(argv[1]);
-  test_lateness(), test_fresh_memory(), test_events(), test_legacy_order(), test_callbacks(), test_graph(),
-      test_refusals(), test_failures();
+  test_lateness(), test_fresh_memory(), test_events(), test_event_recorded_again(), test_legacy_order(),
+      test_callbacks(), test_graph(), test_refusals(), test_failures();
   return finish("streams");
 }
