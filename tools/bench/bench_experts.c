@@ -206,6 +206,7 @@ static void add_ways(const experts_run *r, const bench_op *ops, bench_result *re
     bench_add_extra(result, names[i], bench_median(ops[at].ms, iters));
     at += 2;
   }
+  bench_add_extra(result, "grouped_sets", bench_products_grouped(r->products));
 }
 
 static pmoe_status report(experts_run *r, const bench_op *ops, const double *errors) {

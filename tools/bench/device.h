@@ -55,6 +55,8 @@ typedef struct bench_ways {
   bench_way way;
 } bench_ways;
 bool bench_products_can(const bench_products *products, bench_way way);
+/* How many of the six sets of products cuBLAS takes grouped; the others run one by one in that way. */
+int bench_products_grouped(const bench_products *products);
 /* The fastest of the ways, each timed once. */
 bench_way bench_products_best(const bench_products *products);
 pmoe_status bench_products_forward(void *arg);

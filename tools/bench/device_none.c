@@ -11,6 +11,11 @@ bool bench_products_can(const bench_products *products, bench_way way) {
   return false;
 }
 
+int bench_products_grouped(const bench_products *products) {
+  (void)products;
+  return 0;
+}
+
 bench_way bench_products_best(const bench_products *products) {
   (void)products;
   return BENCH_ONE_BY_ONE;

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "data.h"
 #include "device_cuda.h"
 
 enum { NUM_SETS = 6, FORWARD_SETS = 2, NUM_STREAMS = 4, NUM_BUFFERS = 8, WORKSPACE = 32 << 20 };
@@ -21,6 +22,7 @@ typedef struct product_set {
   const void **a, **b;
   void **c;
   void **pointers; /* the device's copy: b, a, c */
+  bool grouped;    /* whether cuBLAS takes these types grouped */
 } product_set;
 
 struct bench_products {
@@ -109,7 +111,9 @@ static cublasStatus_t call_grouped(const bench_products *p, const product_set *s
                                     s->pointers + 2 * n, s->out, s->ldc, p->count, s->ones, CUBLAS_COMPUTE_32F);
 }
 
+/* Sets that cuBLAS does not take, those of the gradients maybe, run one by one. */
 static pmoe_status run_grouped(bench_products *p, const product_set *s) {
+  if (!s->grouped) return run_one_by_one(p, s);
   pmoe_status status = use_stream(p, 0);
   return status < 0 ? status : cublas_status(call_grouped(p, s), "cublasGemmGroupedBatchedEx");
 }
@@ -125,6 +129,11 @@ static pmoe_status run_sets(const bench_ways *w, int first, int last) {
 pmoe_status bench_products_forward(void *arg) { return run_sets(arg, 0, FORWARD_SETS); }
 pmoe_status bench_products_backward(void *arg) { return run_sets(arg, FORWARD_SETS, NUM_SETS); }
 bool bench_products_can(const bench_products *products, bench_way way) { return products->can[way]; }
+int bench_products_grouped(const bench_products *products) {
+  int n = 0;
+  for (int i = 0; i < NUM_SETS; i++) n += products->set[i].grouped;
+  return n;
+}
 bench_way bench_products_best(const bench_products *products) { return products->best; }
 
 /* ---- building ---- */
@@ -266,11 +275,15 @@ static pmoe_status make_lanes(bench_products *p) {
   return status;
 }
 
-/* Whether this cuBLAS takes the products grouped: it may refuse a type. */
+/* Whether this cuBLAS takes any of the products grouped. */
 static bool takes_grouped(bench_products *p) {
-  for (int i = 0; i < NUM_SETS; i++)
-    if (use_stream(p, 0) < 0 || call_grouped(p, &p->set[i]) != CUBLAS_STATUS_SUCCESS) return false;
-  return p->device->wait(p->device) == PMOE_OK;
+  bool any = false;
+  for (int i = 0; i < NUM_SETS && p->count > 0; i++) {
+    product_set *s = &p->set[i];
+    s->grouped = use_stream(p, 0) == PMOE_OK && call_grouped(p, s) == CUBLAS_STATUS_SUCCESS;
+    any = any || s->grouped;
+  }
+  return any && p->device->wait(p->device) == PMOE_OK;
 }
 
 static pmoe_status find_ways(bench_products *p, const bench_floor_shape *shape) {
