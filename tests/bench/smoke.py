@@ -68,6 +68,8 @@ def check_commands(options):
             check_json(options, command, *inner, "--routing", routing)
     for act in ("gelu_tanh", "relu", "silu", "swiglu", "geglu"):
         check_json(options, "layer", "-F", "40", "--act", act, "--bias")
+    check_json(options, "layer", "-F", "40", "--residual", "--bias")
+    check_json(options, "layer", "-F", "40", "--residual", "--dtype", "bf16", "--capacity-factor", "1.25", "--sizing", "fixed")
     check_json(options, "experts", "-F", "40", "--gemm", "plain")
     rows = run([options.bench, "rows", *SIZES]).stdout
     expect("rows_gather" in rows and " ok" in rows, f"no table: {rows}")
@@ -76,6 +78,7 @@ def check_commands(options):
 def check_ranks(options):
     results = check_json(options, "layer", "-F", "40", "--ranks", "3", ranks=3)
     expect(results[-1]["one_rank_ms"] > 0 and results[-1]["transport"] == "threads", "layer: no time of one rank")
+    check_json(options, "layer", "-F", "40", "--ranks", "2", "--residual", ranks=2)
     check_json(options, "exchange", "--ranks", "4", "--routing", "zipf", ranks=4)
     if not options.mpiexec:
         return
@@ -92,6 +95,8 @@ def check_usage(options):
         expect("Usage:" in run([options.bench, *command, "--help"]).stdout, f"{command} --help prints no usage")
     for wrong in ([], ["layers"], ["layer", "-T", "few"], ["layer", "-K", "9", "-E", "8"], ["gate", "-F", "8"], ["rows", "surplus"]):
         expect(run([options.bench, *wrong], status=2).stderr, f"{wrong}: no message")
+    for wrong in (["--dtype", "f16"], ["--graph"], ["--sizing", "fixed"], ["--capacity-factor", "0.5"]):
+        expect(run([options.bench, "layer", *SIZES, *wrong], status=2).stderr, f"{wrong}: no message")
     expect("cfg->gemm" in run([options.bench, "gate", *SIZES, "--gemm", "abacus"], status=3).stderr, "--gemm abacus: no reason")
 
 

@@ -4,6 +4,9 @@ The peer: softmax router, top-k, then for each expert index_select, two linear m
 index_add, forward and backward. Beside it torch.mm of the same products and nothing else. One JSON object a line with --json.
 
 It needs torch on the OpenBLAS kernels that suit the processor; the fastest of --core-types is found first and printed.
+
+With --backend cuda the peer is a bf16 layer on torch's grouped_mm on the GPU (torch_peer_cuda.py). Where torch, a GPU or grouped_mm is missing
+the exit status is 77.
 """
 import argparse
 import ctypes
@@ -13,6 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
+
+import torch_peer_cuda
 
 DEFAULT_SHAPES = ["T4096,H512,F2048,E8,K2", "T2048,H1024,F4096,E16,K2", "T1024,H1024,F768,E64,K8"]
 CORE_TYPES = ["", "SkylakeX", "Cooperlake", "SapphireRapids", "Zen", "Haswell"]
@@ -34,6 +39,9 @@ def parse_options():
     parser.add_argument("--rounds", type=int, default=5, help="how often the two take turns")
     parser.add_argument("--iters", type=int, default=4, help="iterations of each in a turn")
     parser.add_argument("--core-types", default=",".join(CORE_TYPES), help="OPENBLAS_CORETYPE values to try; empty: its own choice")
+    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--act", choices=["gelu", "swiglu"], default="gelu", help="with --backend cuda")
+    parser.add_argument("--residual", action="store_true", help="with --backend cuda: a dense branch, mixed by learned coefficients")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -170,6 +178,8 @@ class Peer:
 def run_pmoe(options, shape, dtype):
     sizes = [part for c in "THFEK" for part in (f"-{c}", str(shape[c]))]
     command = [options.bench, "layer", *sizes, "--dtype", dtype, "--threads", str(options.threads), "-n", str(options.iters), "-w", "1", "--json"]
+    if options.backend == "cuda":
+        command += ["--backend", "cuda", "--act", options.act, "--check", "0"] + ["--residual"] * options.residual
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"torch_peer: {' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -208,8 +218,26 @@ def show(r):
           f"pmoe {r['pmoe_ms']:9.2f} ms ({r['pmoe_ms'] / r['pmoe_floor_ms']:.2f} x floor)  speed-up {r['speedup']:.2f}", flush=True)
 
 
+def main_cuda(options):
+    reason = torch_peer_cuda.why_not()
+    if reason:
+        print(f"torch_peer: {reason}", file=sys.stderr)
+        sys.exit(77)
+    for shape in options.shape or map(parse_shape, DEFAULT_SHAPES):
+        r = torch_peer_cuda.compare(options, shape, lambda s=shape: run_pmoe(options, s, "bf16"))
+        if options.json:
+            print(json.dumps(r), flush=True)
+        else:
+            sizes = " ".join(f"{c}{r[c]}" for c in "THFEK")
+            print(f"{sizes:28} torch {r['torch_ms']:9.3f} ms ({r['torch_gflop_per_s'] * 1e-3:.0f} TFLOP/s)  pmoe {r['pmoe_ms']:9.3f} ms  "
+                  f"speed-up {r['speedup']:.2f}", flush=True)
+
+
 def main():
     options = parse_options()
+    if options.backend == "cuda":
+        main_cuda(options)
+        return
     if options.probe:
         probe(options.threads)
         return

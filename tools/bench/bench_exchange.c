@@ -1,8 +1,10 @@
 /* Plan, dispatch and combine between ranks; beside them the transport's exchange alone, and a bare one of the same
  * bytes. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "block.h"
 #include "ceilings.h"
 #include "commands.h"
 #include "expert_params.h"
@@ -30,7 +32,8 @@ typedef struct exchange_run {
   bench_swap swap;
   bench_copy copy;
   bool mpi;
-  void *routing_memory, *memory;
+  bench_block routing_block;
+  void *memory;
 } exchange_run;
 
 static pmoe_status plan(void *arg) {
@@ -121,7 +124,8 @@ static pmoe_status make(exchange_run *r) {
   r->row_bytes = (size_t)o->hidden * pmoe_dtype_size(o->dtype);
   r->mpi = strcmp(pmoe_comm_transport(rank->comm), "mpi") == 0;
   BENCH_TRY(pmoe_expert_block(o->experts, rank->nranks, rank->rank, &r->first_expert, &r->num_experts));
-  BENCH_TRY(bench_routing(o, r->first_token, r->tokens, &r->routing, &r->routing_memory));
+  pmoe_routing there;
+  BENCH_TRY(bench_routing(o, NULL, r->first_token, r->tokens, &r->routing, &r->routing_block, &there));
   pmoe_a2a_config cfg = PMOE_CONFIG_INIT(pmoe_a2a_config);
   BENCH_TRY(pmoe_a2a_create(rank->ctx, rank->comm, o->hidden, o->dtype, o->experts, 0, &cfg, &r->a2a));
   BENCH_TRY(pmoe_plan_create(r->a2a, &r->plan));
@@ -134,7 +138,7 @@ static void end(exchange_run *r) {
   pmoe_a2a_destroy(r->a2a);
   free(r->counts);
   free(r->memory);
-  free(r->routing_memory);
+  bench_block_destroy(&r->routing_block);
 }
 
 /* ---- check ---- */
@@ -229,6 +233,10 @@ static pmoe_status measure(exchange_run *r) {
 }
 
 pmoe_status bench_exchange(bench_rank *rank) {
+  if (rank->device) {
+    fprintf(stderr, "pmoe-bench: exchange runs on the CPU only: one device has nobody to exchange with\n");
+    return PMOE_ERR_UNSUPPORTED;
+  }
   exchange_run r = {.rank = rank};
   pmoe_status status = make(&r);
   if (status == PMOE_OK) status = measure(&r);

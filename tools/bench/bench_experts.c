@@ -2,6 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "block.h"
 #include "ceilings.h"
 #include "commands.h"
 #include "expert_params.h"
@@ -17,22 +18,33 @@ typedef struct experts_run {
   pmoe_experts *experts;
   bench_expert_params params;
   pmoe_routing routing;
-  pmoe_mat x, y, dy, dx, pre, dpre;
+  pmoe_mat x, y, dy, dx, pre, dpre; /* the host's */
   float *row_weight, *drow_weight;
-  bench_floor *floor, *twin;
-  void *routing_memory, *memory;
+  bench_block block;         /* which these lie in */
+  bench_floor *floor, *twin; /* on the CPU */
+  bench_products *products, *dense;
+  bench_ways way[BENCH_NUM_WAYS], best, dense_way; /* on a device */
+  bench_block routing_block;
 } experts_run;
+
+static pmoe_stream stream_of(const experts_run *r) { return r->rank->device ? r->rank->device->stream : NULL; }
 
 static pmoe_status forward(void *arg) {
   experts_run *r = arg;
-  BENCH_TRY(pmoe_experts_forward(r->experts, &r->params.p, r->routing.expert_rows, &r->x, &r->pre, &r->y, NULL));
+  pmoe_mat x = bench_block_mat(&r->block, &r->x), y = bench_block_mat(&r->block, &r->y),
+           pre = bench_block_mat(&r->block, &r->pre);
+  BENCH_TRY(pmoe_experts_forward(r->experts, &r->params.p, r->routing.expert_rows, &x, &pre, &y, stream_of(r)));
   return PMOE_OK;
 }
 
 static pmoe_status backward(void *arg) {
   experts_run *r = arg;
-  BENCH_TRY(pmoe_experts_backward(r->experts, &r->params.p, r->routing.expert_rows, &r->x, &r->pre, r->row_weight,
-                                  &r->dy, &r->dpre, &r->dx, r->drow_weight, PMOE_BWD_ALL, NULL));
+  pmoe_mat x = bench_block_mat(&r->block, &r->x), dy = bench_block_mat(&r->block, &r->dy),
+           dx = bench_block_mat(&r->block, &r->dx), pre = bench_block_mat(&r->block, &r->pre),
+           dpre = bench_block_mat(&r->block, &r->dpre);
+  BENCH_TRY(pmoe_experts_backward(r->experts, &r->params.p, r->routing.expert_rows, &x, &pre,
+                                  bench_block_at(&r->block, r->row_weight), &dy, &dpre, &dx,
+                                  bench_block_at(&r->block, r->drow_weight), PMOE_BWD_ALL, stream_of(r)));
   return PMOE_OK;
 }
 
@@ -46,8 +58,9 @@ static pmoe_status make_rows(experts_run *r) {
   const bench_options *o = r->rank->options;
   int64_t n = r->rows, h = o->hidden, f1 = bench_inner1(o);
   size_t bytes = (size_t)n * ((size_t)(4 * h + 2 * f1) * pmoe_dtype_size(o->dtype) + 2 * sizeof(float)) + 8 * 64;
-  BENCH_TRY(bench_alloc(bytes, &r->memory));
-  char *at = r->memory;
+  pmoe_status status = bench_block_create(r->rank->device, bytes, &r->block);
+  if (status < 0) return status;
+  char *at = r->block.host;
   r->x = take_rows(&at, o->dtype, n, h);
   r->y = take_rows(&at, o->dtype, n, h);
   r->dy = take_rows(&at, o->dtype, n, h);
@@ -58,18 +71,35 @@ static pmoe_status make_rows(experts_run *r) {
   r->drow_weight = take_rows(&at, PMOE_F32, n, 1).data;
   bench_fill(o, BENCH_DY, 0, n * h, r->dy.data);
   bench_fill(o, BENCH_ROW_WEIGHT, 0, n, r->row_weight);
-  return bench_tokens(o, 0, n, r->x.data);
+  status = bench_tokens(o, 0, n, r->x.data);
+  return status == PMOE_OK ? bench_block_push(&r->block) : status;
+}
+
+static pmoe_status make_products(experts_run *r, bench_floor_shape *shape) {
+  bench_device *device = r->rank->device;
+  pmoe_status status = device->products(device, shape, &r->products);
+  shape->num_experts = 1, shape->rows = &r->rows;
+  if (status == PMOE_OK) status = device->products(device, shape, &r->dense);
+  if (status < 0) return status;
+  for (int i = 0; i < BENCH_NUM_WAYS; i++) r->way[i] = (bench_ways){r->products, (bench_way)i};
+  r->best = r->way[bench_products_best(r->products)];
+  r->dense_way = (bench_ways){r->dense, bench_products_best(r->dense)};
+  return PMOE_OK;
 }
 
 static pmoe_status make(experts_run *r) {
   const bench_options *o = r->rank->options;
   r->rows = o->tokens * o->top_k;
-  BENCH_TRY(bench_routing(o, 0, o->tokens, &r->routing, &r->routing_memory));
+  pmoe_routing there; /* counts are the host's everywhere */
+  pmoe_status status = bench_routing(o, NULL, 0, o->tokens, &r->routing, &r->routing_block, &there);
+  if (status < 0) return status;
   pmoe_experts_config cfg = bench_experts_config(o);
   BENCH_TRY(pmoe_experts_create(r->rank->ctx, o->hidden, o->experts, &cfg, &r->experts));
-  BENCH_TRY(bench_params_create(o, 0, o->experts, &r->params));
-  BENCH_TRY(make_rows(r));
+  status = bench_params_create(o, r->rank->device, 0, o->experts, &r->params);
+  if (status == PMOE_OK) status = make_rows(r);
+  if (status < 0) return status;
   bench_floor_shape shape = {o->hidden, o->inner, bench_inner1(o), o->dtype, o->experts, r->routing.expert_rows};
+  if (r->rank->device) return make_products(r, &shape);
   BENCH_TRY(bench_floor_experts(r->rank->ctx, &shape, &r->floor));
   shape.num_experts = 1, shape.rows = &r->rows;
   BENCH_TRY(bench_floor_experts(r->rank->ctx, &shape, &r->twin));
@@ -79,10 +109,12 @@ static pmoe_status make(experts_run *r) {
 static void end(experts_run *r) {
   bench_floor_destroy(r->floor);
   bench_floor_destroy(r->twin);
+  bench_products_destroy(r->products);
+  bench_products_destroy(r->dense);
   pmoe_experts_destroy(r->experts);
   bench_params_destroy(&r->params);
-  free(r->routing_memory);
-  free(r->memory);
+  bench_block_destroy(&r->block);
+  bench_block_destroy(&r->routing_block);
 }
 
 /* ---- check ---- */
@@ -134,16 +166,18 @@ static pmoe_status check_feature(const experts_run *r, int32_t expert, int32_t f
     bench_row(o, BENCH_DY, row, b->dy);
     bench_feature_add(&f, b->x, b->dy, (double)r->row_weight[row]);
   }
-  bench_params_compare(&r->params, expert, &f, error);
+  pmoe_status status = bench_params_compare(&r->params, expert, &f, error);
   bench_feature_destroy(&f);
-  return PMOE_OK;
+  return status;
 }
 
 static pmoe_status check(experts_run *r, double *forward_error, double *backward_error) {
   const bench_options *o = r->rank->options;
-  bench_params_zero_grads(&r->params);
-  BENCH_TRY(forward(r));
-  BENCH_TRY(backward(r));
+  pmoe_status status = bench_params_zero_grads(&r->params);
+  if (status == PMOE_OK) status = forward(r);
+  if (status == PMOE_OK) status = backward(r);
+  if (status == PMOE_OK) status = bench_block_pull(&r->block, r->block.host, r->block.bytes);
+  if (status < 0) return status;
   double *memory;
   BENCH_TRY(bench_alloc((size_t)(4 * (int64_t)o->hidden + bench_inner1(o) + o->inner) * sizeof *memory, &memory));
   int64_t h = o->hidden;
@@ -152,7 +186,7 @@ static pmoe_status check(experts_run *r, double *forward_error, double *backward
   bench_error errors[NUM_ERRORS] = {{0, 0}};
   for (int64_t i = 0; r->rows > 0 && i < SAMPLED_ROWS; i++)
     check_row(r, r->rows * (2 * i + 1) / (2 * SAMPLED_ROWS), &b, errors);
-  pmoe_status status = check_feature(r, 0, 0, &b, &errors[ERROR_GRADS]);
+  status = check_feature(r, 0, 0, &b, &errors[ERROR_GRADS]);
   if (status == PMOE_OK) status = check_feature(r, o->experts - 1, o->inner - 1, &b, &errors[ERROR_GRADS]);
   free(memory);
   *forward_error = bench_relative(&errors[ERROR_Y]);
@@ -161,6 +195,20 @@ static pmoe_status check(experts_run *r, double *forward_error, double *backward
 }
 
 /* ---- measurement ---- */
+enum { CEILINGS = 6 }; /* operations before those of single ways, two a way */
+
+static void add_ways(const experts_run *r, const bench_op *ops, bench_result *result) {
+  static const char *const names[BENCH_NUM_WAYS] = {"one_by_one_ms", "batched_ms", "grouped_ms"};
+  int iters = r->rank->options->iters, at = CEILINGS;
+  for (int i = 0; i < BENCH_NUM_WAYS; i++) {
+    if (!bench_products_can(r->products, (bench_way)i)) continue;
+    bench_add(ops[at].ms, ops[at].ms, ops[at + 1].ms, iters);
+    bench_add_extra(result, names[i], bench_median(ops[at].ms, iters));
+    at += 2;
+  }
+  bench_add_extra(result, "grouped_sets", bench_products_grouped(r->products));
+}
+
 static pmoe_status report(experts_run *r, const bench_op *ops, const double *errors) {
   const bench_options *o = r->rank->options;
   const bench_expert_cost cost =
@@ -187,21 +235,40 @@ static pmoe_status report(experts_run *r, const bench_op *ops, const double *err
   bench_set_times(&both, ops[0].ms, o->iters);
   both.floor_ms = bench_median(ops[2].ms, o->iters);
   both.twin_ms = bench_median(ops[4].ms, o->iters);
+  if (r->rank->device) add_ways(r, ops, &both);
   BENCH_TRY(bench_report(r->rank, &f));
   BENCH_TRY(bench_report(r->rank, &b));
   return bench_report(r->rank, &both);
 }
 
+/* Returns their number. */
+static int device_ops(experts_run *r, bench_op *ops) {
+  int n = CEILINGS;
+  ops[2] = (bench_op){bench_products_forward, &r->best, NULL};
+  ops[3] = (bench_op){bench_products_backward, &r->best, NULL};
+  ops[4] = (bench_op){bench_products_forward, &r->dense_way, NULL};
+  ops[5] = (bench_op){bench_products_backward, &r->dense_way, NULL};
+  for (int i = 0; i < BENCH_NUM_WAYS; i++) {
+    if (!bench_products_can(r->products, (bench_way)i)) continue;
+    ops[n++] = (bench_op){bench_products_forward, &r->way[i], NULL};
+    ops[n++] = (bench_op){bench_products_backward, &r->way[i], NULL};
+  }
+  const bench_expert_cost cost = bench_expert_cost_of(r->rank->options, r->rows, r->rank->options->experts);
+  bench_device_sees(r->rank->device, cost.bytes_forward);
+  return n;
+}
+
 static pmoe_status measure(experts_run *r) {
   double *times = NULL, errors[2] = {0, 0};
   pmoe_ctx_reset_peak_memory(r->rank->ctx);
-  bench_op ops[6] = {{forward, r, NULL},
-                     {backward, r, NULL},
-                     {bench_floor_forward, r->floor, NULL},
-                     {bench_floor_backward, r->floor, NULL},
-                     {bench_floor_forward, r->twin, NULL},
-                     {bench_floor_backward, r->twin, NULL}};
-  pmoe_status status = bench_measure(r->rank, ops, 6, &times);
+  bench_op ops[CEILINGS + 2 * BENCH_NUM_WAYS] = {{forward, r, NULL},
+                                                 {backward, r, NULL},
+                                                 {bench_floor_forward, r->floor, NULL},
+                                                 {bench_floor_backward, r->floor, NULL},
+                                                 {bench_floor_forward, r->twin, NULL},
+                                                 {bench_floor_backward, r->twin, NULL}};
+  int num_ops = r->rank->device ? device_ops(r, ops) : CEILINGS;
+  pmoe_status status = bench_measure(r->rank, ops, num_ops, &times);
   if (status == PMOE_OK && r->rank->options->check) status = check(r, &errors[0], &errors[1]);
   if (status == PMOE_OK) status = report(r, ops, errors);
   free(times);

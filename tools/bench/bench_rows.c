@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "block.h"
 #include "ceilings.h"
 #include "commands.h"
 #include "expert_params.h"
@@ -17,40 +18,49 @@ typedef struct rows_run {
   int64_t num_rows;
   pmoe_a2a *a2a;
   pmoe_plan *plan;
-  pmoe_routing routing;
+  pmoe_routing routing, there; /* the host's, and what the library sees of it */
   pmoe_mat tokens_in, tokens_out, rows_in, rows_out;
   float *row_weight, *drow_weight, *dweight;
+  bench_block block; /* which these lie in */
   bench_copy copy;
-  void *memory, *routing_memory;
+  bench_move move; /* on a device */
+  bench_block routing_block;
 } rows_run;
 
+static pmoe_stream stream_of(const rows_run *r) { return r->rank->device ? r->rank->device->stream : NULL; }
+
 static pmoe_status finish(rows_run *r) {
-  BENCH_TRY(pmoe_plan_finish(r->plan, NULL));
+  BENCH_TRY(pmoe_plan_finish(r->plan, stream_of(r)));
   return PMOE_OK;
 }
 
 static pmoe_status gather(void *arg) {
   rows_run *r = arg;
-  BENCH_TRY(pmoe_dispatch_forward(r->plan, &r->routing, &r->tokens_in, &r->rows_out, NULL));
+  pmoe_mat in = bench_block_mat(&r->block, &r->tokens_in), out = bench_block_mat(&r->block, &r->rows_out);
+  BENCH_TRY(pmoe_dispatch_forward(r->plan, &r->there, &in, &out, stream_of(r)));
   return finish(r);
 }
 
 static pmoe_status combine(void *arg) {
   rows_run *r = arg;
-  BENCH_TRY(pmoe_combine_forward(r->plan, &r->routing, &r->rows_in, NULL, &r->tokens_out, NULL));
+  pmoe_mat in = bench_block_mat(&r->block, &r->rows_in), out = bench_block_mat(&r->block, &r->tokens_out);
+  BENCH_TRY(pmoe_combine_forward(r->plan, &r->there, &in, NULL, &out, stream_of(r)));
   return finish(r);
 }
 
 static pmoe_status combine_backward(void *arg) {
   rows_run *r = arg;
-  BENCH_TRY(pmoe_combine_backward(r->plan, &r->routing, &r->tokens_in, NULL, &r->rows_out, r->row_weight, NULL));
+  pmoe_mat in = bench_block_mat(&r->block, &r->tokens_in), out = bench_block_mat(&r->block, &r->rows_out);
+  BENCH_TRY(pmoe_combine_backward(r->plan, &r->there, &in, NULL, &out, bench_block_at(&r->block, r->row_weight),
+                                  stream_of(r)));
   return finish(r);
 }
 
 static pmoe_status dispatch_backward(void *arg) {
   rows_run *r = arg;
-  BENCH_TRY(
-      pmoe_dispatch_backward(r->plan, &r->routing, &r->rows_in, r->drow_weight, &r->tokens_out, r->dweight, NULL));
+  pmoe_mat in = bench_block_mat(&r->block, &r->rows_in), out = bench_block_mat(&r->block, &r->tokens_out);
+  BENCH_TRY(pmoe_dispatch_backward(r->plan, &r->there, &in, bench_block_at(&r->block, r->drow_weight), &out,
+                                   bench_block_at(&r->block, r->dweight), stream_of(r)));
   return finish(r);
 }
 
@@ -61,8 +71,10 @@ static pmoe_status make_memory(rows_run *r) {
   token_bytes -= token_bytes % 64, row_bytes -= row_bytes % 64;
   r->copy.bytes = (token_bytes + row_bytes) / 2;
   size_t values = (size_t)r->num_rows * sizeof(float);
-  BENCH_TRY(bench_alloc(2 * (token_bytes + row_bytes + r->copy.bytes) + 3 * values, &r->memory));
-  char *at = r->memory;
+  pmoe_status status =
+      bench_block_create(r->rank->device, 2 * (token_bytes + row_bytes + r->copy.bytes) + 3 * values, &r->block);
+  if (status < 0) return status;
+  char *at = r->block.host;
   r->tokens_in = (pmoe_mat){at, o->dtype, o->tokens, o->hidden, o->hidden}, at += token_bytes;
   r->tokens_out = (pmoe_mat){at, o->dtype, o->tokens, o->hidden, o->hidden}, at += token_bytes;
   r->rows_in = (pmoe_mat){at, o->dtype, r->num_rows, o->hidden, o->hidden}, at += row_bytes;
@@ -75,25 +87,29 @@ static pmoe_status make_memory(rows_run *r) {
   r->dweight = r->drow_weight + r->num_rows;
   bench_fill(o, BENCH_DY, 0, r->num_rows * o->hidden, r->rows_in.data);
   bench_fill(o, BENCH_ROW_WEIGHT, 0, r->num_rows, r->drow_weight);
-  return bench_tokens(o, 0, o->tokens, r->tokens_in.data);
+  r->move = (bench_move){r->rank->device, bench_block_at(&r->block, r->copy.dst),
+                         bench_block_at(&r->block, r->copy.src), r->copy.bytes};
+  status = bench_tokens(o, 0, o->tokens, r->tokens_in.data);
+  return status == PMOE_OK ? bench_block_push(&r->block) : status;
 }
 
 static pmoe_status make(rows_run *r) {
   const bench_options *o = r->rank->options;
   r->num_rows = o->tokens * o->top_k;
-  BENCH_TRY(bench_routing(o, 0, o->tokens, &r->routing, &r->routing_memory));
+  pmoe_status status = bench_routing(o, r->rank->device, 0, o->tokens, &r->routing, &r->routing_block, &r->there);
+  if (status < 0) return status;
   pmoe_a2a_config cfg = PMOE_CONFIG_INIT(pmoe_a2a_config);
   BENCH_TRY(pmoe_a2a_create(r->rank->ctx, r->rank->comm, o->hidden, o->dtype, o->experts, 0, &cfg, &r->a2a));
   BENCH_TRY(pmoe_plan_create(r->a2a, &r->plan));
-  BENCH_TRY(pmoe_plan_build(r->plan, &r->routing, NULL));
+  BENCH_TRY(pmoe_plan_build(r->plan, &r->there, stream_of(r)));
   return make_memory(r);
 }
 
 static void end(rows_run *r) {
   pmoe_plan_destroy(r->plan);
   pmoe_a2a_destroy(r->a2a);
-  free(r->memory);
-  free(r->routing_memory);
+  bench_block_destroy(&r->block);
+  bench_block_destroy(&r->routing_block);
 }
 
 /* ---- check ---- */
@@ -137,6 +153,7 @@ static pmoe_status check(rows_run *r, bench_error *errors) {
   pmoe_status status = PMOE_OK;
   for (int i = 0; i < NUM_MOVES && status == PMOE_OK; i++) {
     status = moves[i](r);
+    if (status == PMOE_OK) status = bench_block_pull(&r->block, r->block.host, r->block.bytes);
     if (i == GATHER || i == COMBINE_BACKWARD) check_out(r, first, i == COMBINE_BACKWARD, &errors[i]);
     else check_back(r, first, i == COMBINE, &errors[i]);
   }
@@ -150,7 +167,8 @@ static pmoe_status report(rows_run *r, const bench_op *ops, const bench_error *e
   for (int i = 0; i < NUM_MOVES; i++) {
     bench_result result = {.name = names[i], .peak_bytes = -1, .saved_bytes = -1, .bytes = 2.0 * (double)r->copy.bytes};
     result.error = bench_relative(&errors[i]);
-    if (i == COMBINE || i == DISPATCH_BACKWARD) result.tolerance = o->dtype == PMOE_F32 ? 1e-6 : 1e-2;
+    if (i == COMBINE || i == DISPATCH_BACKWARD)
+      result.tolerance = o->dtype == PMOE_F32 ? 1e-6 : o->dtype == PMOE_BF16 ? 1e-2 : 1e-3;
     bench_set_times(&result, ops[i].ms, o->iters);
     result.copy_ms = bench_median(ops[COPY].ms, o->iters);
     BENCH_TRY(bench_report(r->rank, &result));
@@ -166,6 +184,10 @@ static pmoe_status measure(rows_run *r) {
                            {combine_backward, r, NULL},
                            {dispatch_backward, r, NULL},
                            {bench_copy_run, &r->copy, NULL}};
+  if (r->rank->device) {
+    ops[COPY] = (bench_op){bench_move_run, &r->move, NULL};
+    bench_device_sees(r->rank->device, 2 * (double)r->copy.bytes);
+  }
   pmoe_status status = bench_measure(r->rank, ops, NUM_OPS, &times);
   if (status == PMOE_OK && r->rank->options->check) status = check(r, errors);
   if (status == PMOE_OK) status = report(r, ops, errors);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "block.h"
 #include "ranks.h"
 
 static uint64_t mix(uint64_t z) {
@@ -29,8 +30,38 @@ static float round_bf16(float value) {
   return value;
 }
 
+/* To float16's nearest, ties to even; values here are far below its largest. Small ones are multiples of 2^-24. */
+static float round_f16(float value) {
+  int exponent;
+  (void)frexpf(value, &exponent);
+  int step = exponent > -13 ? exponent - 11 : -24;
+  return ldexpf(rintf(ldexpf(value, -step)), step);
+}
+
+static float round_to(pmoe_dtype dtype, float value) {
+  return dtype == PMOE_F32 ? value : dtype == PMOE_BF16 ? round_bf16(value) : round_f16(value);
+}
+
+/* The bits of a number that round_f16 leaves as it is. */
+static uint16_t f16_bits(float value) {
+  int exponent;
+  float part = frexpf(fabsf(value), &exponent); /* in [1/2, 1) */
+  uint16_t sign = signbit(value) ? 0x8000u : 0;
+  if (part == 0) return sign;
+  if (exponent <= -14) return (uint16_t)(sign | (unsigned)ldexpf(part, exponent + 24));
+  return (uint16_t)(sign | (unsigned)(exponent + 14) << 10 | ((unsigned)ldexpf(part, 11) & 0x3ffu));
+}
+
+static float load_f16(uint16_t bits) {
+  int exponent = bits >> 10 & 31, part = bits & 0x3ff;
+  float value = exponent == 31 ? (part ? NAN : INFINITY)
+                               : ldexpf((float)(exponent ? part + 1024 : part), (exponent ? exponent : 1) - 25);
+  return bits & 0x8000u ? -value : value;
+}
+
 float bench_load(pmoe_dtype dtype, const void *p, int64_t i) {
   if (dtype == PMOE_F32) return ((const float *)p)[i];
+  if (dtype == PMOE_F16) return load_f16(((const uint16_t *)p)[i]);
   uint32_t u = (uint32_t)((const uint16_t *)p)[i] << 16;
   float value;
   memcpy(&value, &u, sizeof value);
@@ -40,6 +71,10 @@ float bench_load(pmoe_dtype dtype, const void *p, int64_t i) {
 void bench_store(pmoe_dtype dtype, void *p, int64_t i, float value) {
   if (dtype == PMOE_F32) {
     ((float *)p)[i] = value;
+    return;
+  }
+  if (dtype == PMOE_F16) {
+    ((uint16_t *)p)[i] = f16_bits(round_f16(value));
     return;
   }
   value = round_bf16(value);
@@ -56,17 +91,20 @@ static float scale_of(const bench_options *o, bench_stream stream) {
   case BENCH_FC2_WEIGHT: return 1.7f / sqrtf((float)o->inner);
   case BENCH_FC1_BIAS:
   case BENCH_FC2_BIAS: return 0.1f;
+  case BENCH_MIX: return 1.0f / sqrtf((float)o->hidden);
   /* noise on the codes, small beside the steps between them */
   case BENCH_ROUTER: return 0.02f / (sqrtf((float)o->hidden) * (float)o->top_k);
   default: return 1.0f;
   }
 }
 
-static int is_float32(bench_stream stream) { return stream == BENCH_ROUTER || stream == BENCH_ROW_WEIGHT; }
+static int is_float32(bench_stream stream) {
+  return stream == BENCH_ROUTER || stream == BENCH_ROW_WEIGHT || stream == BENCH_MIX;
+}
 
 float bench_element(const bench_options *o, bench_stream stream, int64_t index) {
   float value = bench_value(o, stream, index) * scale_of(o, stream);
-  return o->dtype == PMOE_F32 || is_float32(stream) ? value : round_bf16(value);
+  return is_float32(stream) ? value : round_to(o->dtype, value);
 }
 
 void bench_fill(const bench_options *o, bench_stream stream, int64_t first, int64_t n, void *out) {
@@ -105,7 +143,7 @@ void bench_row(const bench_options *o, bench_stream stream, int64_t row, double 
   memset(out, 0, (size_t)o->experts * sizeof *out);
   for (int32_t k = 0; k < o->top_k; k++) {
     float code = 2.0f + 2.0f * (float)(o->top_k - k) / (float)o->top_k;
-    out[expert[k]] = (double)(o->dtype == PMOE_F32 ? code : round_bf16(code));
+    out[expert[k]] = (double)round_to(o->dtype, code);
   }
 }
 
@@ -126,19 +164,25 @@ pmoe_status bench_tokens(const bench_options *o, int64_t first_token, int64_t n,
   return PMOE_OK;
 }
 
-pmoe_status bench_routing(const bench_options *o, int64_t first_token, int64_t n, pmoe_routing *out, void **memory) {
+static void place_routing(pmoe_routing *r, char *base, size_t choices, size_t experts) {
+  r->expert_count = (int64_t *)(void *)base;
+  r->expert_rows = r->expert_count + experts;
+  r->slot = r->expert_rows + experts;
+  r->weight = (float *)(void *)(r->slot + choices);
+  r->expert = (int32_t *)(void *)(r->weight + choices);
+}
+
+pmoe_status bench_routing(const bench_options *o, bench_device *device, int64_t first_token, int64_t n,
+                          pmoe_routing *out, bench_block *block, pmoe_routing *there) {
   size_t choices = (size_t)n * (size_t)o->top_k, experts = (size_t)o->experts;
-  char *block;
-  BENCH_TRY(bench_alloc(2 * experts * sizeof(int64_t) + choices * (sizeof(int64_t) + sizeof(float) + sizeof(int32_t)),
-                        &block));
-  *memory = block;
+  pmoe_status status = bench_block_create(
+      device, 2 * experts * sizeof(int64_t) + choices * (sizeof(int64_t) + sizeof(float) + sizeof(int32_t)), block);
+  if (status < 0) return status;
   *out = (pmoe_routing)PMOE_CONFIG_INIT(pmoe_routing);
   out->tokens = n, out->num_experts = o->experts, out->top_k = o->top_k;
-  out->expert_count = (int64_t *)(void *)block;
-  out->expert_rows = out->expert_count + experts;
-  out->slot = out->expert_rows + experts;
-  out->weight = (float *)(void *)(out->slot + choices);
-  out->expert = (int32_t *)(void *)(out->weight + choices);
+  *there = *out;
+  place_routing(out, block->host, choices, experts);
+  place_routing(there, block->data, choices, experts);
   for (int64_t t = 0; t < n; t++) {
     bench_choose(o, first_token + t, out->expert + t * o->top_k);
     for (int64_t i = t * o->top_k; i < (t + 1) * o->top_k; i++) {
@@ -147,5 +191,5 @@ pmoe_status bench_routing(const bench_options *o, int64_t first_token, int64_t n
     }
   }
   memcpy(out->expert_count, out->expert_rows, experts * sizeof(int64_t));
-  return PMOE_OK;
+  return bench_block_push(block);
 }

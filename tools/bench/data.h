@@ -8,12 +8,13 @@ typedef enum bench_stream {
   BENCH_X,
   BENCH_DY,
   BENCH_ROUTER,
-  BENCH_FC1_WEIGHT, /* these four: index = expert * elements of one expert + place */
+  BENCH_FC1_WEIGHT, /* these four: index = expert * elements of one expert + place; expert E is the dense branch */
   BENCH_FC1_BIAS,
   BENCH_FC2_WEIGHT,
   BENCH_FC2_BIAS,
   BENCH_ROW_WEIGHT,
-  BENCH_CHOICE
+  BENCH_CHOICE,
+  BENCH_MIX /* [2,H] weights, [2] biases */
 } bench_stream;
 
 /* Uniform in [-1, 1). */
@@ -39,8 +40,11 @@ pmoe_status bench_tokens(const bench_options *o, int64_t first_token, int64_t n,
 float bench_load(pmoe_dtype dtype, const void *p, int64_t i);
 void bench_store(pmoe_dtype dtype, void *p, int64_t i, float value);
 
-/* A routing made by hand from bench_choose for n tokens; weights 1/2 + 1/4 uniform. One block at *memory, which the
- * caller frees. */
-pmoe_status bench_routing(const bench_options *o, int64_t first_token, int64_t n, pmoe_routing *out, void **memory);
+/* A routing made by hand from bench_choose for n tokens; weights 1/2 + 1/4 uniform. Its arrays lie in a block, which
+ * the caller destroys; `there` is the same with the library's side of it. */
+struct bench_block;
+struct bench_device;
+pmoe_status bench_routing(const bench_options *o, struct bench_device *device, int64_t first_token, int64_t n,
+                          pmoe_routing *out, struct bench_block *block, pmoe_routing *there);
 
 #endif

@@ -14,7 +14,7 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
-    {"layer", bench_layer, BENCH_NEEDS_EXPERTS | BENCH_NEEDS_RANKS,
+    {"layer", bench_layer, BENCH_NEEDS_EXPERTS | BENCH_NEEDS_RANKS | BENCH_NEEDS_LAYER,
      "Forward and backward of the whole layer, on one rank or on many.\v"
      "Ceilings: the GEMM floor (the experts' six products and nothing else, in the best of several schedules) and the "
      "dense twin (the same "
@@ -45,7 +45,9 @@ static const char doc[] =
     "  exchange   plan, dispatch and combine between ranks\n\n"
     "pmoe-bench COMMAND --help lists a command's options. Every command compares its results with an independent "
     "reference "
-    "and times its ceilings in turn with itself; times are medians.\n\n"
+    "and times its ceilings in turn with itself; times are medians. With --backend cuda (layer, gate, rows, experts) "
+    "they are "
+    "those of CUDA events around enqueued work, and the ceilings run on the device, too.\n\n"
     "Exit status: 0 success, 1 a result was wrong, 2 the command line was, 3 the library or the system failed.";
 
 static error_t parse_none(int key, char *text, struct argp_state *state) {

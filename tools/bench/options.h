@@ -16,10 +16,20 @@ typedef struct bench_options {
   int32_t warmup, iters, check, json;
   uint64_t seed;
   const char *gemm; /* NULL: the library's choice */
+  pmoe_backend backend;
+  pmoe_sizing sizing;
+  float capacity_factor; /* 0: dropless */
+  int32_t graph;         /* steps are captured once and replayed */
+  int32_t residual;      /* a dense branch beside the experts, mixed by learned coefficients */
 } bench_options;
 
 /* Which groups of options a command has beside those that all have. */
-typedef enum bench_needs { BENCH_NEEDS_SHAPE = 0, BENCH_NEEDS_EXPERTS = 1, BENCH_NEEDS_RANKS = 2 } bench_needs;
+typedef enum bench_needs {
+  BENCH_NEEDS_SHAPE = 0,
+  BENCH_NEEDS_EXPERTS = 1,
+  BENCH_NEEDS_RANKS = 2,
+  BENCH_NEEDS_LAYER = 4
+} bench_needs;
 
 enum { BENCH_MAX_TOP_K = 64 };
 enum { BENCH_EXIT_WRONG = 1, BENCH_EXIT_USAGE = 2, BENCH_EXIT_ERROR = 3 };
@@ -29,5 +39,8 @@ void bench_parse(int argc, char **argv, const char *doc, int needs, bench_option
 
 const char *bench_pattern_name(bench_pattern pattern);
 const char *bench_act_name(pmoe_act act);
+const char *bench_dtype_name(pmoe_dtype dtype);
+/* Whether results are computed on a device. */
+int bench_on_device(const bench_options *options);
 
 #endif

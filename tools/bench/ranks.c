@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
+
 #ifdef BENCH_WITH_MPI
 #include <pmoe/mpi.h>
 #endif
@@ -38,6 +40,7 @@ pmoe_status bench_ctx(const bench_options *options, int32_t threads, pmoe_ctx **
   pmoe_ctx_config cfg = PMOE_CONFIG_INIT(pmoe_ctx_config);
   cfg.cpu_threads = threads;
   cfg.gemm = options->gemm;
+  cfg.backend = options->backend;
   BENCH_TRY(pmoe_ctx_create(&cfg, out));
   return PMOE_OK;
 }
@@ -58,7 +61,15 @@ static pmoe_status total_threads(const bench_options *options, int32_t *out) {
 static pmoe_status own_ctx(const bench_options *options, bench_rank *rank) {
   BENCH_TRY(total_threads(options, &rank->threads));
   int32_t share = rank->threads / rank->nranks;
-  return bench_ctx(options, share > 0 ? share : 1, &rank->ctx);
+  pmoe_status status = bench_ctx(options, share > 0 ? share : 1, &rank->ctx);
+  if (status < 0 || !bench_on_device(options)) return status;
+  return bench_device_open(rank->ctx, &rank->device);
+}
+
+static void drop_ctx(bench_rank *rank) {
+  pmoe_comm_destroy(rank->comm);
+  if (rank->device) rank->device->close(rank->device);
+  pmoe_ctx_destroy(rank->ctx);
 }
 
 static int exit_status(pmoe_status status, int32_t wrong) {
@@ -82,8 +93,7 @@ static pmoe_status run_thread(rank_thread *self) {
                                : pmoe_comm_from_hub(rank->ctx, self->hub, rank->rank, &rank->comm);
   if (status == PMOE_OK) status = self->body(rank);
   if (status < 0 && rank->comm) pmoe_comm_abort(rank->comm, pmoe_last_error());
-  pmoe_comm_destroy(rank->comm);
-  pmoe_ctx_destroy(rank->ctx);
+  drop_ctx(rank);
   return status;
 }
 
@@ -147,8 +157,7 @@ static int run_mpi(const bench_options *options, pmoe_status (*body)(bench_rank 
   if (status < 0) MPI_Abort(MPI_COMM_WORLD, BENCH_EXIT_ERROR);
   int32_t wrong = 0;
   MPI_Allreduce(&rank.wrong, &wrong, 1, MPI_INT32_T, MPI_SUM, MPI_COMM_WORLD);
-  pmoe_comm_destroy(rank.comm);
-  pmoe_ctx_destroy(rank.ctx);
+  drop_ctx(&rank);
   MPI_Finalize();
   return exit_status(status, wrong);
 }
@@ -156,7 +165,7 @@ static int run_mpi(const bench_options *options, pmoe_status (*body)(bench_rank 
 
 int bench_run_ranks(const bench_options *options, int many, pmoe_status (*body)(bench_rank *rank)) {
 #ifdef BENCH_WITH_MPI
-  if (many && options->ranks == 1 && under_mpirun()) return run_mpi(options, body);
+  if (many && options->ranks == 1 && under_mpirun() && !bench_on_device(options)) return run_mpi(options, body);
 #endif
   (void)many;
   return run_threads(options, body);

@@ -5,8 +5,11 @@
 
 #include "options.h"
 
+struct bench_device;
+
 typedef struct bench_rank {
   const bench_options *options;
+  struct bench_device *device; /* NULL on the CPU */
   pmoe_ctx *ctx;
   pmoe_comm *comm;
   int32_t rank, nranks;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "timing.h"
 
 void bench_set_times(bench_result *result, const double *ms, int n) {
@@ -36,7 +37,7 @@ static void add_string(cJSON *object, const char *name, const char *text) {
 static void add_shape(cJSON *o, const bench_rank *rank, const bench_result *r) {
   const bench_options *opt = rank->options;
   add_string(o, "name", r->name);
-  add_string(o, "dtype", opt->dtype == PMOE_F32 ? "f32" : "bf16");
+  add_string(o, "dtype", bench_dtype_name(opt->dtype));
   cJSON_AddNumberToObject(o, "T", (double)opt->tokens);
   cJSON_AddNumberToObject(o, "H", opt->hidden);
   add_number(o, "F", opt->inner, r->has_inner);
@@ -49,6 +50,19 @@ static void add_shape(cJSON *o, const bench_rank *rank, const bench_result *r) {
   add_string(o, "act", r->has_inner ? bench_act_name(opt->act) : NULL);
   cJSON_AddBoolToObject(o, "bias", opt->bias);
   cJSON_AddNumberToObject(o, "iters", opt->iters);
+}
+
+static void add_device(cJSON *o, const bench_rank *rank) {
+  const bench_options *opt = rank->options;
+  if (!rank->device) return;
+  add_string(o, "backend", "cuda");
+  add_string(o, "device", rank->device->name);
+  add_string(o, "sizing", opt->sizing == PMOE_SIZING_FIXED ? "fixed" : "eager");
+  add_number(o, "capacity_factor", (double)opt->capacity_factor, opt->capacity_factor > 0);
+  cJSON_AddBoolToObject(o, "graph", opt->graph);
+  cJSON_AddBoolToObject(o, "residual", opt->residual);
+  cJSON_AddNumberToObject(o, "cache_bytes", (double)rank->device->cache_bytes);
+  cJSON_AddBoolToObject(o, "cache_emptied", rank->device->flush);
 }
 
 static void add_times(cJSON *o, const bench_result *r) {
@@ -70,6 +84,7 @@ static void add_times(cJSON *o, const bench_result *r) {
 static pmoe_status print_json(const bench_rank *rank, const bench_result *r, const pmoe_gemm_info *info) {
   cJSON *o = cJSON_CreateObject();
   add_shape(o, rank, r);
+  add_device(o, rank);
   add_times(o, r);
   for (int i = 0; i < r->num_extras; i++) add_number(o, r->extra[i].name, r->extra[i].value, true);
   add_number(o, "error", r->error, rank->options->check);
@@ -92,9 +107,14 @@ static void print_head(const bench_rank *rank, const pmoe_gemm_info *info) {
   printf("# gemm %s (%s, %s; bf16 %s), %d thread(s), %d rank(s) over %s\n", info->provider, info->library, info->isa,
          info->bf16, rank->threads, rank->nranks, pmoe_comm_transport(rank->comm));
   if (info->warning) printf("# warning: %s\n", info->warning);
-  printf("# %s T %lld H %d F %d E %d K %d, %s routing, medians of %d after %d\n", o->dtype == PMOE_F32 ? "f32" : "bf16",
+  printf("# %s T %lld H %d F %d E %d K %d, %s routing, medians of %d after %d\n", bench_dtype_name(o->dtype),
          (long long)o->tokens, o->hidden, o->inner, o->experts, o->top_k, bench_pattern_name(o->pattern), o->iters,
          o->warmup);
+  if (rank->device)
+    printf("# %s; %s sizing%s, %s; L2 %.0f MB, %s\n", rank->device->name,
+           o->sizing == PMOE_SIZING_FIXED ? "fixed" : "eager", o->graph ? " in graphs" : "", "times of CUDA events",
+           (double)rank->device->cache_bytes * 1e-6,
+           rank->device->flush ? "emptied before each call" : "smaller than what a call works on");
   printf("%-18s %10s %9s %8s %7s %7s %7s %9s %9s %9s %s\n", "name", "ms", "GFLOP/s", "GB/s", "floor", "twin", "copy",
          "peak MB", "saved MB", "error", "check");
 }

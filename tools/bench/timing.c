@@ -4,6 +4,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "device.h"
+
 double bench_now_ms(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -45,9 +47,10 @@ pmoe_status bench_measure(bench_rank *rank, bench_op *ops, int num_ops, double *
   int warmup = rank->options->warmup, iters = rank->options->iters;
   span *all;
   BENCH_TRY(bench_alloc((size_t)(num_ops * iters) * sizeof **times, times));
+  for (int i = 0; i < num_ops; i++) ops[i].ms = *times + (size_t)i * (size_t)iters;
+  if (rank->device) return rank->device->measure(rank->device, rank->options, ops, num_ops);
   pmoe_status status = bench_alloc((size_t)rank->nranks * sizeof *all, &all);
   if (status < 0) return status;
-  for (int i = 0; i < num_ops; i++) ops[i].ms = *times + (size_t)i * (size_t)iters;
   for (int i = 0; i < warmup + iters && status == PMOE_OK; i++)
     for (int j = 0; j < num_ops && status == PMOE_OK; j++) {
       double ms = 0;
