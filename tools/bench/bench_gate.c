@@ -59,6 +59,8 @@ static pmoe_status make_moves(gate_run *r) {
   for (int i = 0; i < 2 && status == PMOE_OK; i++) {
     size_t half = (size_t)(bytes[i] / 2);
     status = bench_block_create(r->rank->device, 2 * half, &r->move_block[i]);
+    if (status < 0) return status;
+    status = bench_device_scatter(r->rank->device, r->move_block[i].data + half, half);
     r->move[i] = (bench_move){r->rank->device, r->move_block[i].data, r->move_block[i].data + half, half};
   }
   return status;

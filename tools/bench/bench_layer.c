@@ -86,7 +86,7 @@ static pmoe_status make_move(layer_run *r) {
   size_t bytes = 16 * device->cache_bytes;
   pmoe_status status = device->take(device, bytes, &memory[0]);
   if (status == PMOE_OK) status = device->take(device, bytes, &memory[1]);
-  if (status == PMOE_OK) status = device->zero(device, memory[0], bytes);
+  if (status == PMOE_OK) status = bench_device_scatter(device, memory[0], bytes);
   r->move = (bench_move){device, memory[1], memory[0], bytes};
   return status;
 }

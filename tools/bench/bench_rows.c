@@ -90,7 +90,9 @@ static pmoe_status make_memory(rows_run *r) {
   r->move = (bench_move){r->rank->device, bench_block_at(&r->block, r->copy.dst),
                          bench_block_at(&r->block, r->copy.src), r->copy.bytes};
   status = bench_tokens(o, 0, o->tokens, r->tokens_in.data);
-  return status == PMOE_OK ? bench_block_push(&r->block) : status;
+  if (status == PMOE_OK) status = bench_block_push(&r->block);
+  if (status < 0 || !r->rank->device) return status;
+  return bench_device_scatter(r->rank->device, (void *)r->move.from, r->move.bytes);
 }
 
 static pmoe_status make(rows_run *r) {

@@ -49,6 +49,9 @@ pmoe_status bench_device_open(pmoe_ctx *ctx, bench_device **out);
 /* The bytes that one measured call works on: less than four times the cache, and the cache is emptied before each. */
 void bench_device_sees(bench_device *device, double bytes);
 
+/* Bytes without a pattern: copies of zeros could be faster than others. */
+pmoe_status bench_device_scatter(bench_device *device, void *p, size_t bytes);
+
 /* A ceiling's op: a bench_ways with the products and the way. */
 typedef struct bench_ways {
   bench_products *products;
