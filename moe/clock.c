@@ -40,17 +40,27 @@ pmoe_status pmoei_clock_mark(pmoe_ctx *ctx, pmoei_clock *clock, pmoei_mark mark)
   return PMOE_OK;
 }
 
-pmoe_status pmoei_clock_reached(const pmoe_ctx *ctx, const pmoei_clock *clock) {
+static pmoe_status query(const pmoe_ctx *ctx, const pmoei_clock *clock, pmoei_mark mark) {
 #ifdef PMOE_WITH_CUDA
-  for (int i = 0; i < PMOEI_NUM_MARKS && pmoei_on_device(ctx); i++) {
-    if (!clock->set[i]) continue;
-    cudaError_t error = cudaEventQuery(clock->event[i]);
-    if (error == cudaErrorNotReady) return PMOE_PENDING;
-    PMOEI_CUDA_TRY(error);
+  if (pmoei_on_device(ctx)) {
+    cudaError_t error = cudaEventQuery(clock->event[mark]);
+    return error == cudaErrorNotReady ? PMOE_PENDING : pmoei_cuda_status(error, "cudaEventQuery");
   }
 #endif
-  (void)ctx, (void)clock;
+  (void)ctx, (void)clock, (void)mark;
   return PMOE_OK;
+}
+
+pmoe_status pmoei_clock_reached(const pmoe_ctx *ctx, const pmoei_clock *clock) {
+  for (int i = 0; i < PMOEI_NUM_MARKS; i++) {
+    pmoe_status status = clock->set[i] ? query(ctx, clock, (pmoei_mark)i) : PMOE_OK;
+    if (status != PMOE_OK) return status;
+  }
+  return PMOE_OK;
+}
+
+bool pmoei_clock_passed(const pmoe_ctx *ctx, const pmoei_clock *clock, pmoei_mark mark) {
+  return clock->set[mark] && query(ctx, clock, mark) == PMOE_OK;
 }
 
 float pmoei_clock_between(const pmoe_ctx *ctx, const pmoei_clock *clock, pmoei_mark from, pmoei_mark to) {

@@ -33,6 +33,8 @@ pmoe_status pmoei_clock_start(pmoe_ctx *ctx, pmoei_clock *clock);
 pmoe_status pmoei_clock_mark(pmoe_ctx *ctx, pmoei_clock *clock, pmoei_mark mark);
 /* PMOE_PENDING while the device has not come to every mark that was set. */
 pmoe_status pmoei_clock_reached(const pmoe_ctx *ctx, const pmoei_clock *clock);
+/* Whether the mark was set and has been come to. */
+bool pmoei_clock_passed(const pmoe_ctx *ctx, const pmoei_clock *clock, pmoei_mark mark);
 /* Milliseconds; 0 if one of the two was not set. */
 float pmoei_clock_between(const pmoe_ctx *ctx, const pmoei_clock *clock, pmoei_mark from, pmoei_mark to);
 

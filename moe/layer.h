@@ -104,7 +104,7 @@ struct pmoe_stash {
   int64_t row_capacity;
   int64_t *tp_tokens;        /* [tp] tokens of each rank of the TP group; host memory, as all that follows by value */
   pmoei_gate_report *report; /* what the router found, in pinned memory */
-  bool reported;             /* it has been noted in metrics and load */
+  bool reported;             /* it has been taken into the load */
   pmoei_clock clock;
   /* by tokens */
   pmoe_routing routing; /* of the own tokens */
@@ -148,8 +148,8 @@ static inline bool pmoei_param_has_grad(const pmoe_param *p) {
   return p->numel > 0 && p->reduce_group != PMOE_GROUP_NONE;
 }
 
-/* Takes what the router reported, and the times, into metrics and load. PMOE_PENDING while the device is not there. */
-pmoe_status pmoei_stash_collect(pmoe_stash *stash);
+/* Takes what the router reported into metrics and, once a forward, into the load. The report must have come. */
+void pmoei_stash_take_report(pmoe_stash *stash);
 
 /* Fills layer->param. */
 void pmoei_layer_list_params(pmoe_layer *layer);

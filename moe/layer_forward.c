@@ -141,7 +141,8 @@ static pmoe_status route(pmoe_layer *layer, pmoe_stash *stash, const pmoei_bound
 /* The stash made ready; the router's own checks, if ranks will wait for each other in it. */
 static pmoe_status prepare(pmoe_layer *layer, pmoe_stash *stash, const pmoe_step *step, const pmoe_mat *x,
                            const pmoei_bound *bound) {
-  if (stash->has_run && !stash->reported) (void)pmoei_stash_collect(stash);
+  if (stash->has_run && !stash->reported && pmoei_clock_passed(layer->ctx, &stash->clock, PMOEI_MARK_ROUTED))
+    pmoei_stash_take_report(stash);
   stash->state = PMOEI_STASH_EMPTY;
   stash->has_run = stash->reported = false;
   PMOEI_TRY(pmoei_clock_start(layer->ctx, &stash->clock));
@@ -264,6 +265,8 @@ static pmoe_status settle(pmoe_layer *layer, pmoe_stash *stash, const pmoei_boun
   mine = pmoei_plan_send_counts(stash->plan, &stash->moved, mine);
   pmoe_status branch = mine == PMOE_OK ? start_branch(layer, stash, bound, s) : PMOE_OK;
   pmoe_status status = pmoei_plan_take_counts(stash->plan, &stash->moved, mine);
+  /* The report came before the counts, unless nobody waited for those. */
+  if (status == PMOE_OK && !layer->a2a->constant) pmoei_stash_take_report(stash);
   return status != PMOE_OK ? status : branch;
 }
 
@@ -286,8 +289,5 @@ pmoe_status pmoe_layer_forward(pmoe_layer *layer, pmoe_stash *stash, const pmoe_
   if (status != PMOE_OK) return settled ? pmoei_layer_fail(layer, status) : status;
   stash->state = PMOEI_STASH_FORWARD;
   stash->has_run = true;
-  /* Without a wait for counts the device need not be there yet; and a graph has not run. */
-  if (stash->clock.captured) return PMOE_OK;
-  pmoe_status collected = pmoei_stash_collect(stash);
-  return collected == PMOE_PENDING ? PMOE_OK : collected;
+  return PMOE_OK;
 }

@@ -278,22 +278,21 @@ static void note_times(pmoe_stash *stash) {
                    pmoei_clock_between(ctx, clock, PMOEI_MARK_WEIGHT, PMOEI_MARK_WEIGHT_DONE);
 }
 
-pmoe_status pmoei_stash_collect(pmoe_stash *stash) {
+void pmoei_stash_take_report(pmoe_stash *stash) {
   pmoe_layer *layer = stash->layer;
-  pmoe_status reached = pmoei_clock_reached(layer->ctx, &stash->clock);
-  if (reached != PMOE_OK) return reached;
   pmoe_gate_stats stats = pmoei_gate_statistics(layer->gate, stash->report);
   note(stash, &stats);
-  note_times(stash);
   if (!stash->reported) pmoei_layer_note_load(layer, &stash->step, &stats, stash->report->count);
   stash->reported = true;
-  return PMOE_OK;
 }
 
 pmoe_status pmoe_stash_metrics(const pmoe_stash *stash, pmoe_metrics *out) {
   PMOEI_REQUIRE_POINTER(stash);
   if (!stash->has_run) return pmoei_error(PMOE_ERR_STATE, "pmoe_stash_metrics: no forward has run on this stash");
-  pmoe_status collected = pmoei_stash_collect((pmoe_stash *)stash); /* what it knows does not change, only when */
-  if (collected != PMOE_OK) return collected;
+  pmoe_status reached = pmoei_clock_reached(stash->layer->ctx, &stash->clock);
+  if (reached != PMOE_OK) return reached;
+  pmoe_stash *to_fill = (pmoe_stash *)stash; /* what it knows does not change, only when it is looked at */
+  pmoei_stash_take_report(to_fill);
+  note_times(to_fill);
   return PMOEI_STRUCT_WRITE(out, &stash->metrics);
 }
