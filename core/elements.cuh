@@ -64,15 +64,15 @@ template <typename F> pmoe_status with_type(pmoe_dtype dtype, F f) {
   }
 }
 
-/* The block's sum of one value a thread, in a fixed order, for thread 0; `room` has a float for each warp. */
-__device__ inline float block_sum(float value, float *room) {
-  for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(0xffffffffu, value, step);
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
+/* Sum over the thread block, in one order whatever comes; in thread 0. `room` [32]; blocks of whole warps. */
+template <typename T> __device__ inline T block_sum(T value, T *room) {
+  int thread = (int)(threadIdx.x + threadIdx.y * blockDim.x), warps = (int)(blockDim.x * blockDim.y) / 32;
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(0xffffffffu, value, distance);
+  __syncthreads(); /* the room may still be in use */
+  if (thread % 32 == 0) room[thread / 32] = value;
   __syncthreads();
-  float sum = 0;
-  for (unsigned w = 0; threadIdx.x == 0 && w < (blockDim.x + 31) / 32; w++) sum += room[w];
-  __syncthreads();
-  return sum;
+  for (int w = 1; w < warps && thread == 0; w++) value += room[w];
+  return value;
 }
 
 /* Blocks for `count` items, `per_block` each: at least one, at most what a grid's first dimension should have. */

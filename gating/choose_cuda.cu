@@ -34,7 +34,7 @@ __global__ static void hash(const __grid_constant__ gate_job job) {
   uint32_t word[4] = {0, 0, 0, 0};
   for (int32_t k = 0; k < job.cfg.top_k; k++) {
     if (k % 4 == 0) pmoei_random4(job.hash_key, (uint64_t)(uint32_t)call.step.token_id[token], (uint64_t)k / 4, word);
-    uint32_t here = k % 4 == 0 ? word[0] : k % 4 == 1 ? word[1] : k % 4 == 2 ? word[2] : word[3];
+    uint32_t here = word_at(word, k);
     uint32_t left = (uint32_t)(job.cfg.num_experts - k);
     int32_t place = (int32_t)((uint64_t)here * left >> 32);
     int32_t expert = draw_another(place, call.drawn + token, call.padded, k);

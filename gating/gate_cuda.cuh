@@ -8,10 +8,13 @@
 #include <math.h>
 
 #include "core/cuda.h"
+#include "core/elements.cuh"
 extern "C" {
 #include "core/random.h"
 }
 #include "gating/gate_cuda.h"
+
+using pmoei::block_sum;
 
 enum { LANES = PMOEI_GATE_BLOCK };
 
@@ -154,17 +157,11 @@ __device__ static inline float choice_score(const gate_job &job, float logit, ch
   return job.cfg.score == PMOE_SCORE_SOFTMAX ? score / scale.sum : score;
 }
 
-/* ---- numbers across a thread block ---- */
+/* ---- random numbers ---- */
 
-/* Sum over the block, in one order whatever comes; in thread 0. `room` [32]; blocks of whole warps. */
-template <typename T> __device__ static inline T block_sum(T value, T *room) {
-  int thread = (int)(threadIdx.x + threadIdx.y * blockDim.x), warps = (int)(blockDim.x * blockDim.y) / 32;
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_down_sync(0xffffffffu, value, distance);
-  __syncthreads(); /* the room may still be in use */
-  if (thread % 32 == 0) room[thread / 32] = value;
-  __syncthreads();
-  for (int w = 1; w < warps && thread == 0; w++) value += room[w];
-  return value;
+/* Number i of those that are drawn four at a time; without an index, which would put them into local memory. */
+__device__ static inline uint32_t word_at(const uint32_t word[4], int64_t i) {
+  return i % 4 == 0 ? word[0] : i % 4 == 1 ? word[1] : i % 4 == 2 ? word[2] : word[3];
 }
 
 #endif

@@ -1,5 +1,4 @@
 /* The router's logits, and what it makes of x before and of its gradient behind. */
-#include "core/elements.cuh"
 #include "gating/gate_cuda.cuh"
 
 using pmoei::blocks_for;
@@ -11,7 +10,7 @@ template <int N> __device__ static void jitter(const gate_job &job, int64_t toke
   float low = 1.0f - job.cfg.jitter, width = 2.0f * job.cfg.jitter;
   uint32_t word[4];
   pmoei_random4(job.jitter_key, (uint64_t)(job.call.step.first_token + token), (uint64_t)col / 4, word);
-  if (N == 1) word[0] = col % 4 == 0 ? word[0] : col % 4 == 1 ? word[1] : col % 4 == 2 ? word[2] : word[3];
+  if (N == 1) word[0] = word_at(word, col);
 #pragma unroll
   for (int i = 0; i < N; i++) v[i] *= low + width * pmoei_uniform(word[i]);
 }

@@ -43,7 +43,7 @@ __device__ static int32_t best_with_noise(const gate_job &job, int64_t token, in
   int32_t expert = -1;
   for (int32_t e = 0; e < job.cfg.num_experts; e++) {
     if (e % 4 == 0) pmoei_random4(job.gumbel_key, global, (uint64_t)e / 4, word);
-    uint32_t here = e % 4 == 0 ? word[0] : e % 4 == 1 ? word[1] : e % 4 == 2 ? word[2] : word[3];
+    uint32_t here = word_at(word, e);
     uint32_t key = key_of(logit[e * job.call.padded] - pmoei_logf(-pmoei_logf(pmoei_uniform(here))));
     bool better = key > most && e != taken;
     most = better ? key : most;

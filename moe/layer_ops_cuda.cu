@@ -154,19 +154,8 @@ static pmoe_status scale_grad(pmoe_ctx *ctx, void *grad, pmoe_dtype dtype, int64
   });
 }
 
-/* The block's sum in double, in a fixed order, for thread 0. */
-__device__ static double block_sum_double(double value) {
-  __shared__ double room[THREADS];
-  room[threadIdx.x] = value;
-  __syncthreads();
-  for (unsigned half = THREADS / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) room[threadIdx.x] += room[threadIdx.x + half];
-    __syncthreads();
-  }
-  return room[0];
-}
-
 template <typename T> __global__ static void square_kernel(const T *grad, int64_t n, double *partial) {
+  __shared__ double room[THREADS / 32];
   int64_t begin = blockIdx.x * (int64_t)SQUARES_PER_BLOCK;
   int64_t end = begin + SQUARES_PER_BLOCK < n ? begin + SQUARES_PER_BLOCK : n;
   double sum = 0;
@@ -174,14 +163,15 @@ template <typename T> __global__ static void square_kernel(const T *grad, int64_
     double value = to_float(grad[i]);
     sum += value * value;
   }
-  sum = block_sum_double(sum);
+  sum = block_sum(sum, room);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 __global__ static void add_kernel(const double *partial, int64_t n, double *total) {
+  __shared__ double room[THREADS / 32];
   double sum = 0;
   for (int64_t i = threadIdx.x; i < n; i += THREADS) sum += partial[i];
-  sum = block_sum_double(sum);
+  sum = block_sum(sum, room);
   if (threadIdx.x == 0) *total += sum;
 }
 
